@@ -1,0 +1,43 @@
+# make demo, make test: everything else happens by itself, and only once.
+PYTHON ?= python3
+VENV ?= .venv
+# A machine without an NVIDIA driver gets the CPU build that CI uses; elsewhere pip chooses.
+TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
+
+BIN := $(VENV)/bin
+KERNEL_SOURCES := $(shell find csrc -type f)
+
+.PHONY: demo test check typecheck lint unit doctor clean
+
+demo: $(VENV)/.installed
+	$(BIN)/te-dist demo
+
+test: lint typecheck unit
+
+unit: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+
+# parallel/ and launch/ are installed inside te_dist/; this lays them out like that for mypy.
+typecheck: $(VENV)/.installed
+	@rm -rf build/typecheck && mkdir -p build/typecheck/te_dist
+	@for path in te_dist/* parallel launch; do \
+	  case $$path in *__pycache__|*.so) ;; *) ln -s "$(CURDIR)/$$path" build/typecheck/te_dist/ ;; esac; done
+	MYPYPATH=build/typecheck $(BIN)/mypy -p te_dist
+
+doctor: $(VENV)/.installed
+	$(BIN)/te-dist doctor
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q '$(TORCH)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml te_dist/version.py $(KERNEL_SOURCES)
+	$(BIN)/pip install -q -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo_output te_dist/_kernels*.so

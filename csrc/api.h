@@ -1,0 +1,95 @@
+// The entry points, once for every backend. bindings.cpp exposes each of them as te_dist._kernels.<backend>.<name>
+// and te_dist/kernels.py is their only caller; te_dist/reference.py defines what each one must compute.
+//
+// Letters: M rows, K columns of the logical 2-D tensor. Row plane: along K. Column plane: along M.
+// All pointers belong to the caller, who has checked sizes and contiguity; entry points check again what would
+// make them read or write out of bounds, and throw std::invalid_argument.
+// A null plane is not asked for. Scale buffers are written whole: their padding becomes zero.
+// noop: null, or one float on the same device; a non-zero value leaves every output untouched.
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/half.h"
+
+namespace te_dist {
+
+struct Input {
+  const void* data;
+  Float dtype;
+  int64_t rows;    // M
+  int64_t cols;    // K
+  int64_t stride;  // elements from one row to the next, >= K
+};
+
+struct Output {
+  void* data;  // [M, K] contiguous
+  Float dtype;
+  int64_t rows;
+  int64_t cols;
+};
+
+enum class Fp8 : int { kE4M3 = 0, kE5M2 = 1 };
+
+// Row and column destination of a block format; data null: not asked for.
+struct Planes {
+  uint8_t* row_data;
+  void* row_scale;
+  uint8_t* col_data;
+  void* col_scale;
+};
+
+struct Nvfp4Options {
+  bool two_d;            // 16x16 scales instead of 1x16
+  bool hadamard;         // transform the column plane
+  uint32_t signs;        // kHadamardSigns or 0
+  const int64_t* rng;    // null, or {seed, offset}: stochastic rounding
+};
+
+// lane: number of threads on the CPU, the stream handle on a GPU.
+using Lane = int64_t;
+
+#define TED_DECLARE_BACKEND(backend)                                                                              \
+  namespace backend {                                                                                             \
+  /* amax <- max|x|, or max(amax, max|x|) if accumulate; a NaN wins and is stored canonically. */                 \
+  void amax(const Input& x, float* amax, bool accumulate, const float* noop, Lane lane);                          \
+  /* Cast with a given scale (delayed scaling). row [M,K], col [K,M]; scale_inv <- 1 / scale. */                  \
+  void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,  \
+                   const float* noop, Lane lane);                                                                 \
+  /* Cast with the scale that an amax on the device asks for (current scaling). */                                \
+  void cast_current(const Input& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,      \
+                    uint8_t* col, float* scale_inv, const float* noop, Lane lane);                                \
+  /* row [M,K], col [K,M]; fp32 scales: 1-D [ceil(K/128), rup(M,4)], 2-D [ceil(M/128), rup(ceil(K/128),4)], */    \
+  /* the column plane's with M and K swapped. */                                                                  \
+  void quantize_block(const Input& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,   \
+                      const float* noop, Lane lane);                                                              \
+  /* row and col [M,K] (not transposed); E8M0 scales [rup(M,128), rup(ceil(K/32),4)] and */                       \
+  /* [rup(ceil(M/32),4), rup(K,128)]. */                                                                          \
+  void quantize_mxfp8(const Input& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane);   \
+  /* amax of the row path |x| and of the column path, |RHT(x^T)| with the transform, |x| without. */              \
+  void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col,                  \
+                  const float* noop, Lane lane);                                                                  \
+  /* row [M,K/2], col [K,M/2]; E4M3 scales [rup(M,128), rup(ceil(K/16),4)] and M, K swapped. */                   \
+  void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,  \
+                      const Planes& out, const float* noop, Lane lane);                                           \
+  /* The dequantizers write [M,K]; columnwise says which plane `data` is. */                                      \
+  void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,                \
+                         const Output& out, Lane lane);                                                           \
+  void dequantize_block(const uint8_t* data, const float* scale, bool columnwise, int block_dim, Fp8 format,      \
+                        const Output& out, Lane lane);                                                            \
+  void dequantize_mxfp8(const uint8_t* data, const uint8_t* scale, bool columnwise, Fp8 format,                   \
+                        const Output& out, Lane lane);                                                            \
+  void dequantize_nvfp4(const uint8_t* data, const uint8_t* scale, const float* amax, bool columnwise,            \
+                        const Nvfp4Options& options, const Output& out, Lane lane);                               \
+  /* [rows, cols] bytes -> [cols, rows]; nibbles: [rows, cols/2] -> [cols, rows/2], rows and cols even. */        \
+  void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                   \
+  void transpose_nibbles(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                 \
+  /* [rows, cols] scale bytes into cuBLAS order; rows % 128 == 0, cols % 4 == 0. */                               \
+  void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                    \
+  }
+
+TED_DECLARE_BACKEND(cpu)
+TED_DECLARE_BACKEND(cuda)
+#undef TED_DECLARE_BACKEND
+
+}  // namespace te_dist

@@ -1,0 +1,1 @@
+"""te_dist.launch: what a person starts: ``te-dist doctor`` and ``te-dist demo``."""

@@ -1,0 +1,48 @@
+"""Delayed scaling's state as ordinary tensors: an amax history in, scales out, nothing hidden."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import FP8_MAX, DType
+
+AMAX_ALGORITHMS = ("max", "most_recent")
+
+
+def update_scale(
+    amax_history: Tensor,
+    scale: Tensor,
+    fp8_dtype: DType | torch.dtype | str,
+    *,
+    margin: int = 0,
+    amax_compute_algo: str = "max",
+) -> None:
+    """Advance scales from their history, in place, on the device.
+
+    ``scale = (fp8_max / amax) / 2**margin``, where amax is the maximum of the history or its newest row (row 0). An
+    amax that is 0 or not finite keeps the old scale; an infinite result becomes the largest float. The history then
+    rolls by -1 and its row 0, which quantizers record into, becomes zero.
+
+    Args:
+        amax_history: float32 [length, n].
+        scale: float32 [n].
+    """
+    if amax_history.dim() != 2 or scale.shape != amax_history.shape[1:]:
+        raise ValueError(
+            f"update_scale expects amax_history [length, n] and scale [n] but got "
+            f"{list(amax_history.shape)} and {list(scale.shape)}"
+        )
+    for name, tensor in (("amax_history", amax_history), ("scale", scale)):
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"update_scale expects {name} in float32 but got {tensor.dtype}")
+    if amax_compute_algo not in AMAX_ALGORITHMS:
+        raise ValueError(f"update_scale expects amax_compute_algo in {AMAX_ALGORITHMS} but got {amax_compute_algo!r}")
+    amax = amax_history.amax(0) if amax_compute_algo == "max" else amax_history[0]
+    fp8_max = torch.full_like(scale, FP8_MAX[DType.cast(fp8_dtype)])
+    usable = amax.isfinite() & (amax > 0)
+    fresh = fp8_max / torch.where(usable, amax, torch.ones_like(amax)) / float(2**margin)
+    fresh = torch.where(fresh.isinf(), torch.full_like(fresh, torch.finfo(torch.float32).max), fresh)
+    scale.copy_(torch.where(usable, fresh, scale))
+    amax_history.copy_(amax_history.roll(-1, 0))
+    amax_history[0].zero_()

@@ -1,0 +1,88 @@
+"""IdentityQuantizer: high precision where an interface asks for a quantizer, for mixed setups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import DType, short_name
+from te_dist.groups import GroupLike, resolve_group
+from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
+from te_dist.tensors.identity import IdentityTensorStorage
+from te_dist.tensors.storage import QuantizedStorage
+
+_TORCH_DTYPES = {
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+}
+
+
+@register_value_quantizer
+class IdentityQuantizer(Quantizer):
+    """Keeps the data as it is, or casts it to `dtype`. One buffer serves both planes."""
+
+    _value_fields = ("dtype", "rowwise", "columnwise")
+    storage_cls = IdentityTensorStorage
+
+    dtype: DType | None  # None: the input's own
+
+    def __init__(
+        self,
+        *,
+        dtype: DType | torch.dtype | str | None = None,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        self.dtype = None if dtype is None else DType.cast(dtype)
+        if self.dtype is not None and self.dtype not in _TORCH_DTYPES:
+            raise ValueError(
+                f"{type(self).__name__} expects dtype float32, float16, bfloat16 or None but got {dtype!r}"
+            )
+        self.rowwise = bool(rowwise)
+        self.columnwise = bool(columnwise)
+        self._check_usage()
+
+    def describe(self) -> str:
+        return "high precision" if self.dtype is None else short_name(self.dtype)
+
+    def _describe_buffers(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> BufferSpecs:
+        return {"_hp_data": (tuple(shape), self._target_dtype(dtype))}
+
+    def _target_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.dtype is None else _TORCH_DTYPES[self.dtype]
+
+    def _new_storage(self, x: Tensor) -> QuantizedStorage:
+        # No copy: passing data through must cost nothing.
+        dtype = self._target_dtype(x.dtype)
+        return IdentityTensorStorage({"_hp_data": x.detach().to(dtype)}, shape=x.shape, dtype=dtype, quantizer=self)
+
+    def _quantize_into(
+        self,
+        x: Tensor,
+        out: QuantizedStorage,
+        group: GroupLike | None,
+        noop: Tensor | None,
+        rng_state: Tensor | None,
+    ) -> None:
+        if group is not None:
+            resolve_group(group)
+        data = cast(IdentityTensorStorage, out)._hp_data
+        value = x.view(data.shape)
+        if data.data_ptr() != x.data_ptr():
+            data.copy_(value if noop is None else torch.where(noop != 0, data, value.to(data.dtype)))
+
+    def _quantize_compiled(
+        self,
+        x: Tensor,
+        group: str,
+        out: QuantizedStorage | None,
+        noop: Tensor | None,
+        rng_state: Tensor | None,
+    ) -> QuantizedStorage:
+        if out is not None:
+            return super()._quantize_compiled(x, group, out, noop, rng_state)
+        return self._new_storage(x)

@@ -1,0 +1,76 @@
+"""The one file that touches torch's moving and private APIs. Everything here is feature-detected: an API that is
+missing or refuses degrades to a no-op that says so in its return value, and never breaks ``import te_dist``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# ------------------------------------------------------------------------------------------------- opaque values
+# torch 2.11 - 2.14: OpaqueBase + register_opaque_type(typ="value");
+# torch 2.15:        CustomClassBase + register_custom_class(typ="constant").
+OpaqueBase: type
+_register: Any = None
+_register_kind = ""
+
+try:
+    from torch._custom_class_base import CustomClassBase as OpaqueBase  # type: ignore
+    from torch._library.opaque_object import register_custom_class as _register  # type: ignore
+
+    _register_kind = "constant"
+except ImportError:
+    try:
+        from torch._library.opaque_object import OpaqueBase
+        from torch._library.opaque_object import register_opaque_type as _register
+
+        _register_kind = "value"
+    except ImportError:
+
+        class OpaqueBase:  # type: ignore[no-redef]
+            """Stands in where torch has no opaque types: classes work, compilation with them does not."""
+
+
+def register_value_type(cls: type) -> bool:
+    """Tell torch.compile that instances of `cls` are constants compared by value. False if torch cannot."""
+    if _register is None:
+        return False
+    try:
+        _register(cls, typ=_register_kind)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def supports_value_types() -> bool:
+    return _register is not None
+
+
+# ------------------------------------------------------------------------------------------------- process groups
+def process_group_types() -> tuple[type, ...]:
+    """The classes whose instances must never be stored in a quantizer."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return (ProcessGroup, DeviceMesh)
+
+
+def group_by_name(name: str) -> Any:
+    """The process group registered under a c10d name; LookupError if there is none."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise LookupError(str(error)) from error
+
+
+# ------------------------------------------------------------------------------------------------- cuda
+def current_raw_stream(device_index: int) -> int:
+    """The current CUDA stream's handle, without building a Stream object."""
+    getter = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if getter is not None:
+        return int(getter(device_index))
+    return int(torch.cuda.current_stream(device_index).cuda_stream)

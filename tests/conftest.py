@@ -1,0 +1,50 @@
+"""Fixtures: the device axis, and pools of ranks that stay alive for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from ranks import RankPool
+
+hypothesis.settings.register_profile("te_dist", deadline=None, max_examples=40, derandomize=True)
+hypothesis.settings.load_profile("te_dist")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
+    """pools(2).run(fn, *args) runs fn(rank, world, *args) on two gloo ranks; fn must be importable."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        if world not in pools or not pools[world].alive:
+            folder = tmp_path_factory.mktemp(f"ranks{world}")
+            pools[world] = RankPool(world, Path(folder))
+        return pools[world]
+
+    yield pool
+    for existing in pools.values():
+        existing.close()
+
+
+@pytest.fixture
+def two_ranks(rank_pools: Callable[[int], RankPool]) -> Callable[..., list[Any]]:
+    return lambda fn, *args, **kwargs: rank_pools(2).run(fn, *args, **kwargs)

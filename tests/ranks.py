@@ -1,0 +1,107 @@
+"""A pool of rank processes that stays alive across tests: a test sends it a function, every rank runs it.
+
+A rank that raises ends the call at once with its traceback; a hang ends it at the timeout with every rank's stack.
+After either the pool is closed, because a process group is not usable after a failure; the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
+    # A file of its own for the stack that the parent asks for when this rank hangs.
+    stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    while (job := inbox.get()) is not None:
+        number, fn, args = job
+        torch.manual_seed(0)
+        try:
+            outbox.put((number, rank, None, fn(rank, world, *args)))
+        except BaseException:
+            outbox.put((number, rank, traceback.format_exc(), None))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`world` gloo processes; ``run(fn, *args)`` calls ``fn(rank, world, *args)`` on each and returns the results."""
+
+    def __init__(self, world: int, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self.world, self.folder, self.number = world, folder, 0
+        self.outbox = context.Queue()
+        self.inboxes = [context.Queue() for _ in range(world)]
+        self.processes = [
+            context.Process(target=_serve, args=(rank, world, str(folder), inbox, self.outbox), daemon=True)
+            for rank, inbox in enumerate(self.inboxes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        self.number += 1
+        for inbox in self.inboxes:
+            inbox.put((self.number, fn, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < self.world:
+            try:
+                number, rank, error, value = self.outbox.get(timeout=0.2)
+            except queue.Empty:
+                dead = [r for r, p in enumerate(self.processes) if not p.is_alive()]
+                if dead:
+                    self._fail(f"rank(s) {dead} died")
+                if time.monotonic() > deadline:
+                    self._fail(f"no answer from rank(s) {self._missing(results)} in {timeout} s\n{self._stacks()}")
+                continue
+            if number != self.number:
+                continue
+            if error:
+                self._fail(f"[rank {rank}] {error}")
+            results[rank] = value
+        return [results[rank] for rank in range(self.world)]
+
+    def _missing(self, results: dict[int, Any]) -> list[int]:
+        return [rank for rank in range(self.world) if rank not in results]
+
+    def _stacks(self) -> str:
+        for process in self.processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"[rank {rank}]\n{(self.folder / f'stack{rank}').read_text()}" for rank in range(self.world))
+
+    def _fail(self, message: str) -> None:
+        self.close()
+        raise AssertionError(message)
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()

@@ -1,0 +1,57 @@
+"""Delayed scaling's update rule, and the recording quantizer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import te_dist
+from te_dist.delayed_scaling import update_scale
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_update(algo: str, margin: int) -> None:
+    history = torch.tensor([[2.0, 0.0, math.inf, math.nan, 1e-44], [8.0, 0.0, 1.0, 1.0, 0.0]])
+    scale = torch.full((5,), 5.0)
+    update_scale(history, scale, "e4m3", margin=margin, amax_compute_algo=algo)
+    amax = 8.0 if algo == "max" else 2.0
+    expected = torch.tensor([448.0 / amax / 2**margin, 5.0, 5.0, 5.0, FLOAT_MAX])
+    assert torch.equal(scale, expected)
+    assert torch.equal(history[0], torch.zeros(5))
+    # Rolled by -1, and then the row that quantizers record into is cleared.
+    assert history[1, 0] == 2.0
+
+
+def test_a_training_like_sequence() -> None:
+    """Record, update, quantize: the scale follows the largest amax of the last three steps."""
+    history, scale = torch.zeros(3, 1), torch.ones(1)
+    quantizer = te_dist.Float8Quantizer(scale, history[0], "e4m3")
+    seen = []
+    for step, magnitude in enumerate([1.0, 4.0, 2.0, 2.0, 2.0, 2.0]):
+        quantizer.quantize(torch.full((4, 4), magnitude))
+        update_scale(history, scale, "e4m3")
+        seen.append(magnitude)
+        assert scale.item() == 448.0 / max(seen[-3:]), step
+
+
+def test_microbatches_record_their_maximum() -> None:
+    quantizer = te_dist.Float8Quantizer(torch.ones(1), torch.zeros(1), "e5m2")
+    for magnitude in (1.0, 3.0, 2.0):
+        quantizer.quantize(torch.full((2, 2), magnitude))
+    assert quantizer.amax.item() == 3.0
+    quantizer.quantize(torch.full((2, 2), math.nan))
+    assert quantizer.amax.isnan().item()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="amax_history"):
+        update_scale(torch.zeros(3), torch.ones(1), "e4m3")
+    with pytest.raises(TypeError, match="scale in float32"):
+        update_scale(torch.zeros(3, 1), torch.ones(1).double(), "e4m3")
+    with pytest.raises(ValueError, match="amax_compute_algo"):
+        update_scale(torch.zeros(3, 1), torch.ones(1), "e4m3", amax_compute_algo="mean")

@@ -1,0 +1,164 @@
+"""What a newcomer touches: doctor, demo, the command line, and an import without the compiled kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from te_dist import kernels
+from te_dist.launch import cli, demo, doctor
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Runs a program in an interpreter that cannot import te_dist._kernels.
+WITHOUT_KERNELS = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name == "te_dist._kernels":
+            raise ImportError("not built")
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | env,
+        cwd="/",
+    )
+
+
+def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    for word in ("te_dist", "torch", "cpu variant", *doctor.QUANTIZE_KERNEL, "emulated", "implicit"):
+        assert word in text
+    if kernels.has_extension():
+        assert "native (cpu kernel)" in text
+    assert doctor.main(["--help"]) == 0 and doctor.main(["--fast"]) == 2
+
+
+def test_doctor_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "te_dist.launch.doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "te-dist doctor" in done.stdout
+
+
+def test_without_the_extension_the_reference_serves() -> None:
+    done = python(
+        WITHOUT_KERNELS
+        + """
+import torch, te_dist
+from te_dist.launch import doctor
+x = torch.randn(32, 64)
+y = te_dist.Float8BlockQuantizer("e4m3").quantize(x).dequantize()
+assert (x - y).abs().max() < 0.5
+text = doctor.report()
+print(text)
+assert text.count("pip install") == 1 and "reference (pure torch)" in text and "missing" in text
+"""
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_environment_forces_the_reference() -> None:
+    program = """
+import te_dist
+from te_dist import kernels
+from te_dist.launch import doctor
+assert kernels.backend_name("cpu") == "reference"
+print(doctor.report())
+"""
+    done = python(program, TE_DIST_BACKEND="reference")
+    assert done.returncode == 0, done.stderr
+    assert "TE_DIST_BACKEND=reference" in done.stdout or "missing" in done.stdout
+    wrong = python("import te_dist", TE_DIST_BACKEND="fast")
+    assert wrong.returncode != 0 and "TE_DIST_BACKEND expects one of" in wrong.stderr
+
+
+def test_a_bare_checkout_imports_with_pythonpath_alone() -> None:
+    """No installation: parallel/ and launch/ lie beside te_dist/ and are found under their installed names."""
+    program = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__.lower()
+                 and "editable" not in type(f).__name__.lower() and "Redirect" not in type(f).__name__]
+import te_dist, te_dist.parallel, te_dist.launch.cli
+from pathlib import Path
+assert Path(te_dist.launch.cli.__file__).parent.name == "launch"
+print(te_dist.__file__)
+"""
+    done = python(program, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(ROOT / "te_dist" / "__init__.py")
+
+
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plots" / "q.png"
+    assert demo.main(["--size", "128", "--repeats", "1", "--plot", str(path)]) == 0
+    text = capsys.readouterr().out
+    for name in demo.formats(True):
+        assert text.count(name) >= 2
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in text
+
+
+def test_demo_numbers_are_those_of_the_formats() -> None:
+    """Sizes follow from the layouts, accuracy from the number of mantissa bits."""
+    results = {(r.tensor, r.format): r for r in demo.measure(256, 1)}
+    assert len(results) == 10
+    for tensor in ("weight", "activation"):
+        sizes = {name: results[tensor, name].bytes_ratio for name in demo.formats(True)}
+        assert sizes["FP8 current scaling"] == pytest.approx(0.5, abs=1e-3)
+        assert sizes["MXFP8"] == pytest.approx(0.5 * (1 + 1 / 32), abs=1e-3)
+        assert sizes["NVFP4"] == pytest.approx(0.25 * (1 + 1 / 8), abs=1e-3)
+        quality = {name: results[tensor, name].sqnr_db for name in demo.formats(True)}
+        assert all(25 < quality[name] < 40 for name in quality if name != "NVFP4"), quality
+        assert 12 < quality["NVFP4"] < 25
+
+
+@pytest.mark.parametrize("arguments", [["--size", "100"], ["--size", "16"], ["--repeats", "0"], ["--sise", "64"]])
+def test_demo_refuses_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(arguments)
+    assert stopped.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0 and cli.main([]) == 2
+    assert "doctor" in capsys.readouterr().out
+    assert cli.main(["docter"]) == 2
+    assert "did you mean 'doctor'?" in capsys.readouterr().err
+    assert cli.main(["doctor"]) == 0
+
+
+def test_ctrl_c_ends_the_demo_with_one_line() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "te_dist.launch.cli", "demo", "--size", "2048", "--repeats", "50"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "weight:" in line:
+                break
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.strip().endswith("te-dist demo: interrupted") and "Traceback" not in errors
