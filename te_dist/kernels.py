@@ -278,6 +278,7 @@ def amax_nvfp4(
     random_signs: bool,
     noop: Tensor | None = None,
 ) -> None:
+    with_rht = with_rht and amax_col is not None  # the transform is the column plane's
     kernel = _backend(x.device, "amax_nvfp4")
     if kernel is not None:
         _call(
@@ -285,7 +286,6 @@ def amax_nvfp4(
             _ptr(amax_row), _ptr(amax_col), _ptr(noop),
         )  # fmt: skip
         return
-    with_rht = with_rht and amax_col is not None
     values = reference.amax_nvfp4(x, with_rht=with_rht, random_signs=random_signs)
     for out, value in zip((amax_row, amax_col), values, strict=True):
         _store(out, value, noop)
@@ -306,6 +306,7 @@ def quantize_nvfp4(
     rng_state: Tensor | None,
     noop: Tensor | None = None,
 ) -> None:
+    with_rht = with_rht and col is not None
     kernel = _backend(x.device, "quantize_nvfp4")
     if kernel is not None:
         _call(

@@ -3,6 +3,8 @@ missing or refuses degrades to a no-op that says so in its return value, and nev
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +33,32 @@ except ImportError:
             """Stands in where torch has no opaque types: classes work, compilation with them does not."""
 
 
-def register_value_type(cls: type) -> bool:
+# torch 2.11 lets Dynamo use only the members of an opaque value that were listed at its registration, and cannot
+# trace methods of one that was made inside the graph. Later versions trace whatever is used.
+MEMBERS_MUST_BE_LISTED = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+
+
+def _traceable_members(cls: type, fields: Sequence[str]) -> dict[str, Any]:
+    """Which members of a value Dynamo may use: methods are traced, everything else is read and baked in."""
+    from torch._library.opaque_object import MemberType as kinds
+
+    members = dict.fromkeys(fields, kinds.USE_REAL)
+    for name in dir(cls):
+        if not name.startswith("__"):
+            traced = inspect.isfunction(inspect.getattr_static(cls, name))
+            members[name] = kinds.INLINED if traced else kinds.USE_REAL
+    return members
+
+
+def register_value_type(cls: type, fields: Sequence[str] = ()) -> bool:
     """Tell torch.compile that instances of `cls` are constants compared by value. False if torch cannot."""
     if _register is None:
         return False
     try:
-        _register(cls, typ=_register_kind)
+        if MEMBERS_MUST_BE_LISTED:
+            _register(cls, typ=_register_kind, members=_traceable_members(cls, fields))
+        else:
+            _register(cls, typ=_register_kind)
     except (RuntimeError, TypeError, ValueError):
         return False
     return True

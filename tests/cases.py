@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -116,6 +117,8 @@ def assert_same_bytes(actual: Tensor, expected: Tensor, what: str) -> None:
     """Bitwise equality, with the first difference in the message."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape} != {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype} != {expected.dtype}"
+    if expected.numel() == 0:
+        return
     a, b = (t.detach().cpu().contiguous().view(torch.uint8) for t in (actual, expected))
     if not torch.equal(a, b):
         where = (a != b).nonzero()
@@ -138,3 +141,30 @@ def assert_equal_with_nan(actual: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(actual.isnan(), nan), f"{what}: NaNs differ"
     zero = torch.zeros((), dtype=expected.dtype, device=expected.device)
     assert_same_bytes(torch.where(nan, zero, actual), torch.where(nan, zero, expected), what)
+
+
+def on(device: str, quantizer: Quantizer) -> Quantizer:
+    if isinstance(quantizer, te_dist.Float8Quantizer):
+        return quantizer.replace(scale=quantizer.scale.to(device), amax=quantizer.amax.to(device))
+    return quantizer
+
+
+def check_against_reference(make: Callable[..., Quantizer], x: Tensor, planes: str, device: str, what: str) -> None:
+    """Quantize and dequantize with kernels on `device` and with the reference on the CPU."""
+    rowwise, columnwise = PLANES[planes]
+    quantizer = make(rowwise=rowwise, columnwise=columnwise)
+    if not fits(quantizer, tuple(x.shape)):
+        with pytest.raises(ValueError, match="expects"):
+            quantizer.quantize(x)
+        return
+    mine, theirs = on(device, quantizer.copy()), quantizer.copy()
+    actual = mine.quantize(x.to(device), rng_state=rng_for(quantizer, device))
+    with te_dist.use_backend("reference"):
+        expected = theirs.quantize(x, rng_state=rng_for(quantizer))
+    assert_same_storage(actual, expected, what)
+    if isinstance(mine, te_dist.Float8Quantizer):
+        assert_same_bytes(mine.amax, theirs.amax, f"{what} recorded amax")
+    for dtype in DTYPES:
+        with te_dist.use_backend("reference"):
+            values = expected.dequantize(dtype=dtype)
+        assert_equal_with_nan(actual.dequantize(dtype=dtype).cpu(), values, f"{what} dequantized")

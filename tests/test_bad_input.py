@@ -25,7 +25,7 @@ def test_input(name: str) -> None:
         (torch.ones(16, 16, device="meta"), ValueError, "needs data but x is on the meta device"),
         ([1.0, 2.0], TypeError, "expects a tensor but got list"),
         (None, TypeError, "expects a tensor but got NoneType"),
-        (QUANTIZERS["mxfp8_e4m3"]()(torch.ones(16, 16)), TypeError, "quantized already"),
+        (QUANTIZERS["mxfp8_e4m3"]().make_tensor(torch.ones(16, 16)), TypeError, "quantized already"),
     ):
         with pytest.raises(error, match=message) as caught:
             quantizer.quantize(x)
@@ -54,7 +54,7 @@ def test_out(name: str) -> None:
             pytest.fail(label)
     assert quantizer.quantize(x, out=good, rng_state=rng) is good
     with pytest.raises(TypeError, match="quantized_storage"):
-        quantizer.quantize(x, out=quantizer(x, rng_state=rng), rng_state=rng)
+        quantizer.quantize(x, out=quantizer.make_tensor(x, rng_state=rng), rng_state=rng)
 
 
 def test_out_of_another_option() -> None:

@@ -7,7 +7,7 @@ import torch
 from cases import QUANTIZERS, VALUE_QUANTIZERS, assert_same_bytes, delayed, rng_for, varied
 
 import te_dist
-from te_dist import TensorProto
+from te_dist import TensorProto, torch_compat
 
 BACKENDS = ["aot_eager", "inductor"]
 
@@ -104,6 +104,7 @@ def test_no_recompile_for_an_equal_quantizer_and_one_for_another() -> None:
     assert counter.frame_count == 3
 
 
+@pytest.mark.skipif(torch_compat.MEMBERS_MUST_BE_LISTED, reason="this torch cannot use a value made in the graph")
 def test_changing_usage_inside_the_graph() -> None:
     quantizer = te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from cases import (
@@ -11,48 +9,19 @@ from cases import (
     PLANES,
     QUANTIZERS,
     SHAPES,
-    assert_equal_with_nan,
-    assert_same_bytes,
     assert_same_storage,
+    check_against_reference,
     fits,
+    on,
     rng_for,
     special_values,
     varied,
 )
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
 
 import te_dist
-from te_dist import QuantizedStorage, Quantizer, kernels, reference
+from te_dist import QuantizedStorage, kernels, reference
 
 pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
-
-
-def on(device: str, quantizer: Quantizer) -> Quantizer:
-    if isinstance(quantizer, te_dist.Float8Quantizer):
-        return quantizer.replace(scale=quantizer.scale.to(device), amax=quantizer.amax.to(device))
-    return quantizer
-
-
-def check(make, x: torch.Tensor, planes: str, device: str, what: str) -> None:
-    """Quantize and dequantize with kernels on `device` and with the reference on the CPU."""
-    rowwise, columnwise = PLANES[planes]
-    quantizer = make(rowwise=rowwise, columnwise=columnwise)
-    if not fits(quantizer, tuple(x.shape)):
-        with pytest.raises(ValueError, match="expects"):
-            quantizer.quantize(x)
-        return
-    mine, theirs = on(device, quantizer.copy()), quantizer.copy()
-    actual = mine.quantize(x.to(device), rng_state=rng_for(quantizer, device))
-    with te_dist.use_backend("reference"):
-        expected = theirs.quantize(x, rng_state=rng_for(quantizer))
-    assert_same_storage(actual, expected, what)
-    if isinstance(mine, te_dist.Float8Quantizer):
-        assert_same_bytes(mine.amax, theirs.amax, f"{what} recorded amax")
-    for dtype in DTYPES:
-        with te_dist.use_backend("reference"):
-            values = expected.dequantize(dtype=dtype)
-        assert_equal_with_nan(actual.dequantize(dtype=dtype).cpu(), values, f"{what} dequantized")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,14 +29,14 @@ def check(make, x: torch.Tensor, planes: str, device: str, what: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_shapes(name: str, planes: str, dtype: torch.dtype, device: str) -> None:
     for shape in SHAPES:
-        check(QUANTIZERS[name], varied(shape, dtype), planes, device, f"{name} {shape} {dtype}")
+        check_against_reference(QUANTIZERS[name], varied(shape, dtype), planes, device, f"{name} {shape} {dtype}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_special_values(name: str, dtype: torch.dtype, device: str) -> None:
     for label, x in special_values(dtype):
-        check(QUANTIZERS[name], x, "both", device, f"{name} {label} {dtype}")
+        check_against_reference(QUANTIZERS[name], x, "both", device, f"{name} {label} {dtype}")
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -81,35 +50,7 @@ def test_non_contiguous_input(name: str, device: str) -> None:
         ("expanded", base[:1, :64].expand(32, 64)),
         ("3-D view", base[:, :256].reshape(2, 144, 256)[:, :128]),
     ):
-        check(QUANTIZERS[name], x, "both", device, f"{name} {label}")
-
-
-finite_or_not = st.one_of(
-    st.floats(width=32),
-    st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 448.0, 464.0, 57344.0, 6.0, 5.0, 2.5, 1e-45]),
-)
-
-
-@pytest.mark.parametrize("name", QUANTIZERS)
-@given(
-    rows=st.integers(0, 70),
-    cols=st.integers(0, 140),
-    values=st.lists(finite_or_not, min_size=1, max_size=8),
-    seed=st.integers(0, 2**31 - 1),
-    dtype=st.sampled_from(DTYPES),
-    planes=st.sampled_from(sorted(PLANES)),
-)
-@example(rows=16, cols=32, values=[math.nan], seed=0, dtype=torch.float32, planes="both")
-def test_random_tensors(name, rows, cols, values, seed, dtype, planes) -> None:
-    """Random shapes and scales with arbitrary floats sprinkled in."""
-    x = varied((rows, cols), torch.float32, seed)
-    if x.numel():
-        positions = torch.randint(x.numel(), (len(values),), generator=torch.Generator().manual_seed(seed))
-        x.view(-1)[positions] = torch.tensor(values)
-    x = x.to(dtype)
-    rowwise, columnwise = PLANES[planes]
-    assume(fits(QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise), (rows, cols)))
-    check(QUANTIZERS[name], x, planes, "cpu", f"{name} {rows}x{cols} {dtype}")
+        check_against_reference(QUANTIZERS[name], x, "both", device, f"{name} {label}")
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

@@ -62,7 +62,7 @@ def test_proto_of_plain_and_wrapper() -> None:
     assert not proto.is_quantized and proto.create_tensor().requires_grad
     with pytest.raises(ValueError, match="no inner tensors"):
         proto.inner_names()
-    wrapper = te_dist.MXFP8Quantizer("e4m3")(torch.ones(4, 32))
+    wrapper = te_dist.MXFP8Quantizer("e4m3").make_tensor(torch.ones(4, 32))
     proto = to_tensor_proto(wrapper)
     assert proto.is_quantized and proto.quantizer == wrapper.quantizer
     made = TensorProto((4, 32), torch.bfloat16, proto.quantizer, True).create_wrapper()

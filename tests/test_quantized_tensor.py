@@ -19,7 +19,7 @@ NAMES = sorted(QUANTIZERS)
 def quantized(name: str, shape=(4, 32, 64), **kwargs) -> QuantizedTensor:
     quantizer = QUANTIZERS[name]()
     x = varied(shape, torch.bfloat16).requires_grad_(kwargs.pop("requires_grad", False))
-    return quantizer(x, rng_state=rng_for(quantizer))
+    return quantizer.make_tensor(x, rng_state=rng_for(quantizer))
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_copy_between_formats_raises() -> None:
     with pytest.raises(ValueError, match="expects the same"):
         a.copy_(quantized("mxfp8_e4m3"))
     with pytest.raises(ValueError, match="expects the buffers"):
-        a.copy_(te_dist.Float8CurrentScalingQuantizer("e4m3", columnwise=False)(torch.ones(4, 32, 64)))
+        a.copy_(te_dist.Float8CurrentScalingQuantizer("e4m3", columnwise=False).make_tensor(torch.ones(4, 32, 64)))
 
 
 UNSUPPORTED = {
@@ -144,7 +144,9 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("op", UNSUPPORTED)
 def test_an_unsupported_op_raises_and_names_itself(op: str) -> None:
     t = quantized("block_2d")
-    with pytest.raises(te_dist.QuantizedOpError, match=r"aten\..* is not supported on Float8BlockwiseQTensor.*dequantize"):
+    with pytest.raises(
+        te_dist.QuantizedOpError, match=r"aten\..* is not supported on Float8BlockwiseQTensor.*dequantize"
+    ):
         UNSUPPORTED[op](t)
     assert te_dist.implicit_dequantizations() == {}
 
@@ -167,7 +169,7 @@ def test_implicit_dequantization_is_allowed_only_inside_its_block_and_counted() 
 def test_gradients_pass_straight_through(name: str) -> None:
     quantizer = QUANTIZERS[name]()
     x = varied((16, 32), torch.float32).requires_grad_()
-    t = quantizer(x, rng_state=rng_for(quantizer))
+    t = quantizer.make_tensor(x, rng_state=rng_for(quantizer))
     assert t.requires_grad
     y = t.dequantize()
     weight = torch.arange(512.0).view(16, 32)
@@ -185,7 +187,7 @@ def test_as_a_parameter_in_a_module() -> None:
     buffer.seek(0)
     other = torch.nn.Module()
     other.weight = torch.nn.Parameter(
-        te_dist.MXFP8Quantizer("e4m3")(torch.zeros(64, 32, dtype=torch.bfloat16)), requires_grad=False
+        te_dist.MXFP8Quantizer("e4m3").make_tensor(torch.zeros(64, 32, dtype=torch.bfloat16)), requires_grad=False
     )
     other.load_state_dict(torch.load(buffer, weights_only=True))
     assert torch.equal(other.weight.dequantize(), module.weight.dequantize())

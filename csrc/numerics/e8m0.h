@@ -12,7 +12,8 @@ TED_FN uint8_t e8m0_from_amax(float amax, float reciprocal_fp8_max) {
   const uint32_t mantissa = bits & 0x7FFFFFu;
   // Integers instead of && and ||: those are branches, and a host loop over this would not vectorise.
   const uint32_t tiny = static_cast<uint32_t>(exponent == 0u) & static_cast<uint32_t>(mantissa <= 0x400000u);
-  const uint32_t up = static_cast<uint32_t>(mantissa > 0u) & static_cast<uint32_t>(exponent != 0xFEu) & (tiny ^ 1u);
+  const uint32_t inexact = static_cast<uint32_t>(mantissa > 0u) & static_cast<uint32_t>(exponent != 0xFEu);
+  const uint32_t up = inexact & (tiny ^ 1u);
   uint32_t code = exponent + up;
   code = bits == kInfBits ? 0xFEu : code;
   code = (bits & kAbsMask) > kInfBits ? 0xFFu : code;

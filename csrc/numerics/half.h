@@ -3,10 +3,6 @@
 
 #include "portability.h"
 
-#if defined(__CUDACC__)
-#include <cuda_fp16.h>
-#endif
-
 namespace te_dist {
 
 // The dtype codes that cross the Python boundary (te_dist/kernels.py holds the same numbers).
@@ -25,14 +21,18 @@ TED_FN float to_float(bf16_t value) { return float_of(static_cast<uint32_t>(valu
 
 TED_FN float to_float(fp16_t value) {
 #if defined(__CUDA_ARCH__)
-  return __half2float(__ushort_as_half(value.bits));
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
 #else
-  // Shift exponent and mantissa into place, then let one multiplication rebias (and normalise subnormals).
-  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7FFFu) << 13;
+  const uint32_t magnitude = value.bits & 0x7FFFu;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const float rebiased = float_of(magnitude) * float_of(0x77800000u);  // 2^112
-  const uint32_t special = magnitude >= 0x0F800000u ? kInfBits : 0u;   // inf, NaN
-  return float_of(bits_of(rebiased) | special | sign);
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  // An integer beside 0.5 is that many steps of 2^-24, the subnormals' ulp.
+  const uint32_t subnormal = bits_of(float_of(0x3F000000u + magnitude) - 0.5f);
+  const uint32_t finite = magnitude < 0x0400u ? subnormal : normal;
+  const uint32_t special = magnitude >= 0x7C00u ? kInfBits : 0u;  // inf, NaN: the mantissa is in place
+  return float_of(finite | special | sign);
 #endif
 }
 
@@ -45,7 +45,9 @@ TED_FN bf16_t to_bf16(float value) {
 
 TED_FN fp16_t to_fp16(float value) {
 #if defined(__CUDA_ARCH__)
-  return fp16_t{__half_as_ushort(__float2half_rn(value))};
+  fp16_t narrow;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+  return narrow;
 #else
   const uint32_t bits = bits_of(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;

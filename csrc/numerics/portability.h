@@ -14,8 +14,8 @@
 #define TED_FN static inline __attribute__((always_inline))
 #endif
 
-// In front of a short loop with constant bounds: unrolled early, its arrays become registers, and a loop around it
-// vectorises on the host.
+// In front of a short loop with constant bounds: unrolled early, its arrays become registers, and a loop
+// around it vectorises on the host.
 #if defined(__CUDA_ARCH__)
 #define TED_UNROLL _Pragma("unroll")
 #elif defined(__CUDACC__)

@@ -260,7 +260,8 @@ class Quantizer(OpaqueBase):
         self._quantize_into(kernels.as_rows(x.detach()), out, amax_reduction_group, noop, rng_state)
         return out
 
-    def __call__(self, x: Tensor, **kwargs: Any) -> QuantizedTensor:
+    # No __call__: torch 2.11 takes a callable argument of a mutating op for a subgraph.
+    def make_tensor(self, x: Tensor, **kwargs: Any) -> QuantizedTensor:
         """Quantize to a QuantizedTensor, a tensor that PyTorch knows. Gradients pass straight through."""
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             return _StraightThroughQuantize.apply(x, self, kwargs)
@@ -373,7 +374,7 @@ def register_value_quantizer(cls: type[Q]) -> type[Q]:
         raise TypeError(f"register_value_quantizer expects a subclass of Quantizer but got {cls!r}")
     cls._value_opaque = True
     register_loadable_quantizer(cls)
-    register_value_type(cls)
+    register_value_type(cls, cls._value_fields)
     return cls
 
 

@@ -1,0 +1,99 @@
+#include "check.h"
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace te_dist {
+namespace check {
+
+void fail(const char* expression, std::initializer_list<Part> parts) {
+  std::ostringstream text;
+  for (const Part& part : parts) {
+    switch (part.kind) {
+      case Part::kText: text << part.text; break;
+      case Part::kNumber: text << part.number; break;
+      case Part::kAddress: text << part.address; break;
+    }
+  }
+  text << " (violated: " << expression << ")";
+  throw std::invalid_argument(text.str());
+}
+
+void fail_at_run_time(const char* what, const char* reason) {
+  throw std::runtime_error(std::string(what) + ": " + reason);
+}
+
+void aligned(const char* name, const void* pointer, std::uintptr_t bytes) {
+  TED_CHECK(reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0, name, " must be aligned to ", bytes,
+            " bytes, got address ", pointer);
+}
+
+void required(const char* name, const void* pointer, std::uintptr_t bytes) {
+  TED_CHECK(pointer != nullptr, name, " is required, got a null pointer");
+  aligned(name, pointer, bytes);
+}
+
+void dtype(Float value) {
+  TED_CHECK(value == Float::kF32 || value == Float::kF16 || value == Float::kBF16,
+            "the dtype must be 0 (float32), 1 (float16) or 2 (bfloat16), got ", static_cast<int>(value));
+}
+
+static std::uintptr_t element_size(Float value) { return value == Float::kF32 ? 4 : 2; }
+
+void fp8(Fp8 format) {
+  TED_CHECK(format == Fp8::kE4M3 || format == Fp8::kE5M2, "the fp8 format must be 0 (E4M3) or 1 (E5M2), got ",
+            static_cast<int>(format));
+}
+
+void shape(int64_t rows, int64_t cols) {
+  TED_CHECK(rows >= 0 && cols >= 0, "sizes must not be negative, got ", rows, " x ", cols);
+}
+
+void input(const Input& x) {
+  dtype(x.dtype);
+  shape(x.rows, x.cols);
+  TED_CHECK(x.rows <= 1 || x.stride >= x.cols,
+            "the row stride must be at least the number of columns, got stride ", x.stride, " for ", x.cols,
+            " columns");
+  if (x.rows > 0 && x.cols > 0) required("the input", x.data, element_size(x.dtype));
+}
+
+void output(const Output& out) {
+  dtype(out.dtype);
+  shape(out.rows, out.cols);
+  if (out.rows > 0 && out.cols > 0) required("the output", out.data, element_size(out.dtype));
+}
+
+void block_dim(int value) {
+  TED_CHECK(value == 1 || value == 2, "block_dim must be 1 (1x128) or 2 (128x128), got ", value);
+}
+
+void planes(const Planes& out, std::uintptr_t scale_bytes, bool empty) {
+  TED_CHECK(empty || (out.row_data == nullptr) == (out.row_scale == nullptr),
+            "row data and row scale must be given together, got ", static_cast<const void*>(out.row_data),
+            " and ", out.row_scale);
+  TED_CHECK(empty || (out.col_data == nullptr) == (out.col_scale == nullptr),
+            "column data and column scale must be given together, got ",
+            static_cast<const void*>(out.col_data), " and ", out.col_scale);
+  aligned("the row scale", out.row_scale, scale_bytes);
+  aligned("the column scale", out.col_scale, scale_bytes);
+}
+
+void hadamard(const Nvfp4Options& options, int64_t rows) {
+  TED_CHECK(!options.hadamard || rows % 16 == 0,
+            "the Hadamard transform needs a number of rows that is a multiple of 16, got ", rows);
+}
+
+void nibbles(const char* what, int64_t size) {
+  TED_CHECK(size % 2 == 0, "packing two 4-bit codes a byte needs an even number of ", what, ", got ", size);
+}
+
+void swizzle(int64_t rows, int64_t cols) {
+  shape(rows, cols);
+  TED_CHECK(rows % 128 == 0 && cols % 4 == 0, "swizzling needs rows % 128 == 0 and cols % 4 == 0, got ", rows,
+            " x ", cols);
+}
+
+}  // namespace check
+}  // namespace te_dist

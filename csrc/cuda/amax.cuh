@@ -1,0 +1,34 @@
+// The amax launcher, shared by amax() and by NVFP4's global amaxes.
+#pragma once
+
+#include "common.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+// Zeroes up to two amaxes on the stream (a null one is skipped), unless noop says otherwise.
+void launch_amax_reset(float* first, float* second, const float* noop, Lane lane);
+
+// Writes the amax of x to both destinations; second may be null.
+void launch_amax(const Input& x, float* first, float* second, bool accumulate, const float* noop, Lane lane);
+
+// What a whole block of threads holds, as one raw magnitude, in thread 0. `scratch`: one word per warp.
+template <int kThreads>
+__device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {
+  raw = __reduce_max_sync(kFullWarp, raw);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = raw;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    raw = threadIdx.x < kThreads / 32 ? scratch[threadIdx.x] : 0u;
+    raw = __reduce_max_sync(kFullWarp, raw);
+  }
+  return raw;
+}
+
+// Magnitude bits are ordered as unsigned integers, NaN above all, so the integer atomic is the float maximum.
+__device__ __forceinline__ void atomic_amax(float* amax, float value) {
+  atomicMax(reinterpret_cast<unsigned int*>(amax), bits_of(amax_of_bits(bits_of(value))));
+}
+
+}  // namespace cuda
+}  // namespace te_dist

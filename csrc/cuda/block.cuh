@@ -1,0 +1,23 @@
+// The arguments of the blockwise kernels; 1-D and 2-D scales are compiled apart.
+#pragma once
+
+#include "../numerics/scale.h"
+#include "tile.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+struct BlockOutput {
+  ByteMatrix row_data;  // [M, K], null data: not asked for
+  ByteMatrix col_data;  // [K, M]
+  float* row_scale;
+  float* col_scale;
+  ScaleRule rule;
+  const float* noop;
+};
+
+void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
+void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
+
+}  // namespace cuda
+}  // namespace te_dist

@@ -1,0 +1,173 @@
+// Per-tensor casts: q = fp8(x * scale), the scale given (delayed scaling) or computed by every block from an
+// amax on the device (current scaling). bf16 moves 3 bytes an element for one plane, 4 for row and column
+// plane together.
+//
+// Two kernels. Row plane of a contiguous tensor: one stream of 16-byte loads, persistent blocks. Everything
+// else (a transposed plane, strides, odd pointers): tiles of 128 x 128. Both walk the tensor from its end,
+// where the amax pass stopped and L2 still holds the input.
+#include "../numerics/scale.h"
+#include "tile.cuh"
+
+namespace te_dist {
+namespace cuda {
+namespace {
+
+struct FlatConfig {
+  static constexpr int kThreads = 256;
+  static constexpr int kBlocksPerSm = 6;
+  static constexpr int kUnroll = 4;  // 16-byte loads in flight per thread
+  static constexpr int64_t kSpan = kThreads * kUnroll;
+};
+
+struct CastScale {
+  const float* scale;  // null: current scaling, from amax by rule
+  const float* amax;
+  ScaleRule rule;
+  float* scale_inv;
+  const float* noop;
+};
+
+template <typename F>
+__device__ __forceinline__ float tensor_scale(const CastScale& from) {
+  const float scale =
+      from.scale != nullptr ? *from.scale : scale_from_amax(*from.amax, F::max, kFloatMax, from.rule);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && from.scale_inv != nullptr) *from.scale_inv = 1.0f / scale;
+  return scale;
+}
+
+// ---------------------------------------------------------------------------------------------- flat
+template <typename T>
+struct FlatVector;  // what a 16-byte load becomes
+
+template <>
+struct FlatVector<float> {
+  using Bytes = uint32_t;
+};
+template <>
+struct FlatVector<bf16_t> {
+  using Bytes = uint2;
+};
+template <>
+struct FlatVector<fp16_t> {
+  using Bytes = uint2;
+};
+
+template <typename F>
+__device__ __forceinline__ void encode_vector(Tag<float>, const uint4& v, float scale, uint32_t& bytes) {
+  bytes = encode_four<F>(float_of(v.x) * scale, float_of(v.y) * scale, float_of(v.z) * scale,
+                         float_of(v.w) * scale);
+}
+
+template <typename F, typename T>
+__device__ __forceinline__ void encode_vector(Tag<T>, const uint4& v, float scale, uint2& bytes) {
+  using W = Words<T>;
+  const auto two = [&](uint32_t a, uint32_t b) {
+    return encode_four<F>(W::element(a, 0) * scale, W::element(a, 1) * scale, W::element(b, 0) * scale,
+                          W::element(b, 1) * scale);
+  };
+  bytes = make_uint2(two(v.x, v.y), two(v.z, v.w));
+}
+
+template <typename T, typename F>
+__global__ void __launch_bounds__(FlatConfig::kThreads, FlatConfig::kBlocksPerSm)
+    cast_flat_kernel(const T* data, int64_t count, uint8_t* out, CastScale from) {
+  using Bytes = typename FlatVector<T>::Bytes;
+  constexpr int kUnroll = FlatConfig::kUnroll;
+  constexpr int kVector = 16 / sizeof(T);
+  if (is_noop(from.noop)) return;
+  const float scale = tensor_scale<F>(from);
+  const int64_t vectors = count / kVector;
+  const auto* in = reinterpret_cast<const uint4*>(data);
+  auto* to = reinterpret_cast<Bytes*>(out);
+
+  for (int64_t span = ceil_div(vectors, FlatConfig::kSpan) - 1 - blockIdx.x; span >= 0; span -= gridDim.x) {
+    const int64_t first = span * FlatConfig::kSpan + threadIdx.x;
+    uint4 v[kUnroll];
+    Bytes bytes[kUnroll];
+    if ((span + 1) * FlatConfig::kSpan <= vectors) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) v[u] = __ldcs(in + first + u * FlatConfig::kThreads);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) encode_vector<F>(Tag<T>{}, v[u], scale, bytes[u]);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) __stcs(to + first + u * FlatConfig::kThreads, bytes[u]);
+    } else {
+      for (int64_t at = first; at < vectors; at += FlatConfig::kThreads) {
+        encode_vector<F>(Tag<T>{}, in[at], scale, bytes[0]);
+        to[at] = bytes[0];
+      }
+    }
+  }
+  const int64_t tail = vectors * kVector + threadIdx.x;
+  if (blockIdx.x == 0 && tail < count) out[tail] = encode_fp8<F>(to_float(data[tail]) * scale);
+}
+
+// ---------------------------------------------------------------------------------------------- tiles
+template <typename T, typename F>
+__global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<T>)
+    cast_tile_kernel(TileInput<T> x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
+  __shared__ alignas(16) ByteStage stage;
+  if (is_noop(from.noop)) return;
+  const TilePlace tile = tile_place(gridDim.x - 1 - blockIdx.x, x.cols);
+  const bool inside = tile_inside(tile, x.rows, x.cols);
+  Patch<T> patch;
+  load_patch(x, tile.row + threadIdx.x / 16 * 8, tile.col + threadIdx.x % 16 * 8, inside, patch);
+  write_tile<T, F>(patch, tensor_scale<F>(from), tile, inside, row_out, col_out, stage);
+}
+
+// ---------------------------------------------------------------------------------------------- launch
+template <typename T, typename F>
+void launch_flat(const Input& x, uint8_t* row, const CastScale& from, Lane lane) {
+  const int64_t count = x.rows * x.cols;
+  const int64_t spans = ceil_div(count / (16 / static_cast<int64_t>(sizeof(T))), FlatConfig::kSpan);
+  const int64_t most = static_cast<int64_t>(multiprocessors()) * FlatConfig::kBlocksPerSm;
+  const int blocks = grid_size(larger(1, smaller(spans, most)));
+  cast_flat_kernel<T, F>
+      <<<blocks, FlatConfig::kThreads, 0, stream_of(lane)>>>(static_cast<const T*>(x.data), count, row, from);
+  check_launch("cast_flat_kernel");
+}
+
+template <typename T, typename F>
+void launch_tiles(const Input& x, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+  // An empty tensor still has a scale_inv: one block, which finds nothing else to do.
+  const int blocks = grid_size(larger(1, tile_count(x.rows, x.cols)));
+  cast_tile_kernel<T, F><<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(
+      tile_input<T>(x), byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
+  check_launch("cast_tile_kernel");
+}
+
+void launch_cast(const Input& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+  const bool contiguous = x.rows <= 1 || x.stride == x.cols;
+  const bool flat = col == nullptr && row != nullptr && contiguous && aligned(x.data, 16) && aligned(row, 8);
+  dispatch_float(x.dtype, [&](auto input) {
+    dispatch_fp8(format, [&](auto fp8) {
+      using T = typename decltype(input)::type;
+      using F = typename decltype(fp8)::type;
+      if (flat) {
+        launch_flat<T, F>(x, row, from, lane);
+      } else {
+        launch_tiles<T, F>(x, row, col, from, lane);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
+                 const float* noop, Lane lane) {
+  check::input(x);
+  check::required("scale", scale, sizeof(float));
+  launch_cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, noop}, lane);
+}
+
+void cast_current(const Input& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
+                  uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
+  check::input(x);
+  check::required("amax", amax, sizeof(float));
+  launch_cast(x, format, row, col, CastScale{nullptr, amax, ScaleRule{eps, power_of_2}, scale_inv, noop},
+              lane);
+}
+
+}  // namespace cuda
+}  // namespace te_dist

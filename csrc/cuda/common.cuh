@@ -1,0 +1,139 @@
+// What every CUDA file needs: launch checks, dispatch from run-time dtype codes to types, and floats as they
+// sit in 32-bit words.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../api.h"
+#include "../check.h"
+#include "../numerics/fp8.h"
+#include "../numerics/half.h"
+
+namespace te_dist {
+namespace cuda {
+
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+// ---------------------------------------------------------------------------------------------- host
+inline cudaStream_t stream_of(Lane lane) {
+  return reinterpret_cast<cudaStream_t>(static_cast<std::intptr_t>(lane));
+}
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) check::fail_at_run_time(what, cudaGetErrorString(status));
+}
+
+inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
+
+inline int multiprocessors() {
+  int device = 0;
+  int count = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  return count;
+}
+
+inline bool aligned(const void* pointer, int bytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<unsigned>(bytes) == 0;
+}
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int grid_size(int64_t blocks) {
+  TED_CHECK(blocks >= 0 && blocks <= 0x7FFFFFFF, "the tensor needs ", blocks, " thread blocks");
+  return static_cast<int>(blocks);
+}
+
+template <typename T>
+struct Tag {
+  using type = T;
+};
+
+template <typename Body>
+void dispatch_float(Float dtype, Body&& body) {
+  switch (dtype) {
+    case Float::kF32: return body(Tag<float>{});
+    case Float::kF16: return body(Tag<fp16_t>{});
+    case Float::kBF16: return body(Tag<bf16_t>{});
+  }
+  TED_CHECK(false, "unknown dtype code ", static_cast<int>(dtype));
+}
+
+template <typename Body>
+void dispatch_fp8(Fp8 format, Body&& body) {
+  switch (format) {
+    case Fp8::kE4M3: return body(Tag<E4M3>{});
+    case Fp8::kE5M2: return body(Tag<E5M2>{});
+  }
+  TED_CHECK(false, "unknown fp8 format code ", static_cast<int>(format));
+}
+
+// ---------------------------------------------------------------------------------------------- device
+__device__ __forceinline__ bool is_noop(const float* noop) { return noop != nullptr && *noop != 0.0f; }
+
+// Floats of type T in 32-bit words. A raw magnitude is the element's own bits without the sign: its unsigned
+// order is the order of magnitudes in every one of the types, so two 16-bit ones are compared by one
+// instruction.
+template <typename T>
+struct Words {
+  using Raw = uint16_t;
+  static constexpr int per_word = 2;
+  static __device__ __forceinline__ uint32_t magnitude(uint32_t word) { return word & 0x7FFF7FFFu; }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+  // One raw magnitude out of a word of them.
+  static __device__ __forceinline__ uint32_t fold(uint32_t word) { return ::max(word & 0xFFFFu, word >> 16); }
+  static __device__ __forceinline__ float to_float_of_raw(uint32_t raw) {
+    return to_float(T{static_cast<uint16_t>(raw)});
+  }
+  static __device__ __forceinline__ float element(uint32_t word, int i) {
+    return to_float_of_raw(i == 0 ? word & 0xFFFFu : word >> 16);
+  }
+  static __device__ __forceinline__ uint32_t place(Raw bits, int i) {
+    return static_cast<uint32_t>(bits) << (16 * i);
+  }
+};
+
+// The upper half of a word is a bf16 in place already: one AND instead of two shifts.
+template <>
+__device__ __forceinline__ float Words<bf16_t>::element(uint32_t word, int i) {
+  return float_of(i == 0 ? word << 16 : word & 0xFFFF0000u);
+}
+
+template <>
+struct Words<float> {
+  using Raw = uint32_t;
+  static constexpr int per_word = 1;
+  static __device__ __forceinline__ uint32_t magnitude(uint32_t word) { return word & kAbsMask; }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) { return ::max(a, b); }
+  static __device__ __forceinline__ uint32_t fold(uint32_t word) { return word; }
+  static __device__ __forceinline__ float to_float_of_raw(uint32_t raw) { return float_of(raw); }
+  static __device__ __forceinline__ float element(uint32_t word, int) { return float_of(word); }
+  static __device__ __forceinline__ uint32_t place(Raw bits, int) { return bits; }
+};
+
+// Two values to two fp8 bytes, `low` in the low byte; the same function as encode_fp8.
+template <typename F>
+__device__ __forceinline__ uint32_t encode_pair(float low, float high) {
+  return convert_fp8x2<F>(low, high);
+}
+
+template <typename F>
+__device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
+  return encode_pair<F>(a, b) | (encode_pair<F>(c, d) << 16);
+}
+
+// Four scale bytes; the buffer's rows are multiples of four bytes, but nobody promised an aligned start.
+__device__ __forceinline__ void store_scale_word(uint8_t* out, uint32_t word) {
+  if ((reinterpret_cast<std::uintptr_t>(out) & 3u) == 0) {
+    *reinterpret_cast<uint32_t*>(out) = word;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = static_cast<uint8_t>(word >> (8 * i));
+}
+
+}  // namespace cuda
+}  // namespace te_dist
