@@ -9,6 +9,7 @@ if not (_here / "parallel").is_dir() and (_here.parent / "parallel").is_dir():
     __path__.append(str(_here.parent))
 
 from te_dist import dynamo as dynamo
+from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
@@ -23,6 +24,7 @@ from te_dist.quantizers import (
     is_value_opaque_quantizer,
     register_value_quantizer,
 )
+from te_dist.recipe import QuantizerRole, Recipe, RecipeState, autocast
 from te_dist.tensors import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -67,9 +69,13 @@ __all__ = [
     "QuantizedStorage",
     "QuantizedTensor",
     "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "RecipeState",
     "TensorOrQuantized",
     "TensorProto",
     "__version__",
+    "autocast",
     "implicit_dequantization",
     "implicit_dequantizations",
     "is_value_opaque_quantizer",

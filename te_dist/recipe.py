@@ -1,0 +1,336 @@
+"""Recipes: which quantizer each tensor of a layer gets, as frozen values that survive JSON.
+
+A recipe lives on a module or is scoped with ``autocast``, and is read once at a module's entry. What a module derives
+from it, a RecipeState, is rebuilt when the recipe changes by value, also under the same class with other options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_dist.delayed_scaling import AMAX_ALGORITHMS, update_scale
+from te_dist.formats import DType
+from te_dist.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+
+
+class Format(enum.Enum):
+    """FP8 formats of the forward and the gradient tensors."""
+
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    HYBRID = "HYBRID"  # E4M3 forward, E5M2 gradients
+
+    def dtype(self, is_gradient: bool) -> DType:
+        if self is Format.HYBRID:
+            return DType.kFloat8E5M2 if is_gradient else DType.kFloat8E4M3
+        return DType.kFloat8E4M3 if self is Format.E4M3 else DType.kFloat8E5M2
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerRole:
+    """The tensor a quantizer is for: the kind of module, the tensor within it, the module's name."""
+
+    module_type: str = "linear"
+    tensor_type: str = "input"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tensor_type not in TENSOR_TYPES:
+            raise ValueError(f"QuantizerRole expects tensor_type in {TENSOR_TYPES} but got {self.tensor_type!r}")
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.tensor_type.startswith("grad")
+
+
+_RECIPES: dict[str, type[Recipe]] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Base of all recipes.
+
+    Attributes:
+        backward_override: None quantizes the backward pass too; "high_precision" runs it on the original operands,
+            "dequantized" on the dequantized forward ones.
+    """
+
+    backward_override: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _RECIPES[cls.__name__] = cls
+
+    def __post_init__(self) -> None:
+        if self.backward_override not in BACKWARD_OVERRIDES:
+            raise ValueError(
+                f"{type(self).__name__} expects backward_override in {BACKWARD_OVERRIDES} "
+                f"but got {self.backward_override!r}"
+            )
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        """The quantizer of a tensor. Pure: equal recipes and roles give equal quantizers."""
+        raise NotImplementedError(f"{type(self).__name__} must define quantizer")
+
+    def to_json(self) -> str:
+        """A string from which ``Recipe.from_json`` makes an equal recipe."""
+        fields = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return json.dumps({"recipe": type(self).__name__, **fields})
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        values = json.loads(text)
+        name = values.pop("recipe", None) if isinstance(values, dict) else None
+        if name not in _RECIPES:
+            raise ValueError(f"Recipe.from_json expects a recipe of {sorted(_RECIPES)} but got {name!r}")
+        cls = _RECIPES[name]
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"{name} has no option {unknown[0]!r}; its options are {sorted(known)}")
+        if "fp8_format" in values:
+            values["fp8_format"] = Format(values["fp8_format"])
+        return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if callable(value):
+        raise TypeError("a recipe that holds a function cannot be written as JSON")
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8 with scales from a history of amaxes. Its state lives in a RecipeState."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward_override is not None:
+            raise ValueError("DelayedScaling expects backward_override None: its backward amaxes must be recorded")
+        if self.fp8_format is Format.E5M2:
+            raise ValueError("DelayedScaling expects fp8_format E4M3 or HYBRID but got E5M2")
+        if self.amax_history_len < 1:
+            raise ValueError(f"DelayedScaling expects amax_history_len of at least 1 but got {self.amax_history_len}")
+        if self.amax_compute_algo not in AMAX_ALGORITHMS:
+            raise ValueError(
+                f"DelayedScaling expects amax_compute_algo in {AMAX_ALGORITHMS} but got {self.amax_compute_algo!r}"
+            )
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        raise TypeError("DelayedScaling's quantizers have live state: RecipeState(recipe, roles) makes them")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor FP8 with the scale of each tensor's own amax."""
+
+    use_power_2_scales: bool = False
+    amax_epsilon: float = 0.0
+    fp8_format: Format = Format.HYBRID
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return Float8CurrentScalingQuantizer(
+            self.fp8_format.dtype(role.is_gradient),
+            force_pow_2_scales=self.use_power_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with fp32 scales per 1x128 (activations, gradients) and 128x128 block (weights)."""
+
+    use_f32_scales: bool = False
+    amax_epsilon: float = 0.0
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = (
+            ("fprop", self.x_block_scaling_dim, self.w_block_scaling_dim),
+            ("dgrad", self.grad_block_scaling_dim, self.w_block_scaling_dim),
+            ("wgrad", self.grad_block_scaling_dim, self.x_block_scaling_dim),
+        )
+        for product, first, second in pairs:
+            if first == second == 2:
+                raise ValueError(f"Float8BlockScaling: {product} would multiply 128x128 by 128x128 blocks, which no "
+                                 f"GEMM does; make one of the two 1-dimensional")  # fmt: skip
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        dims = {"weight": self.w_block_scaling_dim, "input": self.x_block_scaling_dim}
+        return Float8BlockQuantizer(
+            self.fp8_format.dtype(role.is_gradient),
+            amax_epsilon=self.amax_epsilon,
+            force_pow_2_scales=not self.use_f32_scales,
+            block_scaling_dim=dims.get(role.tensor_type, self.grad_block_scaling_dim),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """FP8 with E8M0 scales per 32 values."""
+
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return MXFP8Quantizer(
+            self.fp8_format.dtype(role.is_gradient),
+            with_2d_quantization=self.enable_2d_quantization and role.tensor_type == "weight",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """FP4 with two-level scales; Hadamard transform on wgrad's operands, stochastic rounding on gradients, 16x16
+    scales on weights, each of which can be turned off."""
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        is_weight = role.tensor_type == "weight"
+        return NVFP4Quantizer(
+            with_rht=not self.disable_rht and not is_weight,
+            with_2d_quantization=not self.disable_2d_quantization and is_weight,
+            stochastic_rounding=not self.disable_stochastic_rounding and role.is_gradient,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomRecipe(Recipe):
+    """A function from role to quantizer decides; two CustomRecipes are equal if they hold the same function."""
+
+    qfactory: Callable[[QuantizerRole], Quantizer]
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        made = self.qfactory(role)
+        if not isinstance(made, Quantizer):
+            raise TypeError(f"CustomRecipe: qfactory must return a Quantizer but returned {made!r} for {role}")
+        return made
+
+
+# ------------------------------------------------------------------------------------------------- state
+class RecipeState:
+    """The quantizers that a module uses under one recipe, and delayed scaling's buffers."""
+
+    scale: Tensor | None  # f32 [roles], delayed scaling only
+    amax_history: Tensor | None  # f32 [length, roles]
+
+    def __init__(
+        self, recipe: Recipe, roles: Sequence[QuantizerRole], device: torch.device | str | None = None
+    ) -> None:
+        self.recipe = recipe
+        self.roles = tuple(roles)
+        self.device = device
+        self.scale = self.amax_history = None
+        self.quantizers: Mapping[QuantizerRole, Quantizer]
+        if isinstance(recipe, DelayedScaling):
+            self.scale = torch.ones(len(self.roles), dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.amax_history_len, len(self.roles), device=device)
+            self.quantizers = {
+                role: Float8Quantizer(
+                    self.scale[i : i + 1],
+                    self.amax_history[0, i : i + 1],
+                    recipe.fp8_format.dtype(role.is_gradient),
+                )
+                for i, role in enumerate(self.roles)
+            }
+        else:
+            self.quantizers = {role: recipe.quantizer(role) for role in self.roles}
+
+    def updated(self, recipe: Recipe) -> RecipeState:
+        """This state if `recipe` equals its own by value, else a new one for the same roles."""
+        return self if recipe == self.recipe else RecipeState(recipe, self.roles, self.device)
+
+    def advance(self) -> None:
+        """End of a step: new scales from the recorded amaxes. Nothing to do unless scaling is delayed."""
+        recipe = self.recipe
+        if not isinstance(recipe, DelayedScaling):
+            return
+        assert self.scale is not None and self.amax_history is not None
+        for is_gradient in (False, True):
+            columns = [i for i, role in enumerate(self.roles) if role.is_gradient == is_gradient]
+            if not columns:
+                continue
+            index = torch.tensor(columns, device=self.scale.device)
+            history, scale = self.amax_history[:, index], self.scale[index]
+            update_scale(
+                history,
+                scale,
+                recipe.fp8_format.dtype(is_gradient),
+                margin=recipe.margin,
+                amax_compute_algo=recipe.amax_compute_algo,
+            )
+            self.amax_history[:, index] = history
+            self.scale[index] = scale
+
+
+# ------------------------------------------------------------------------------------------------- scope
+class _Active:
+    """The innermost scope. An object's attribute, because Dynamo follows writes to those."""
+
+    recipe: Recipe | None = None
+
+
+_active = _Active()
+
+
+def active_recipe() -> Recipe | None:
+    """The recipe of the innermost ``autocast``, None outside of any or inside a disabled one."""
+    return _active.recipe
+
+
+class autocast:
+    """Scope a recipe: modules entered inside use it. Scopes nest; leaving one restores the outer.
+
+    Example:
+        >>> import te_dist
+        >>> with te_dist.autocast(recipe=te_dist.recipe.MXFP8BlockScaling()):
+        ...     te_dist.recipe.active_recipe()
+        MXFP8BlockScaling(backward_override=None, fp8_format=<Format.E4M3: 'E4M3'>, enable_2d_quantization=False)
+    """
+
+    __slots__ = ("_outer", "_recipe")
+
+    def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"autocast expects a Recipe but got {type(recipe).__name__}")
+        self._recipe = (recipe or Float8CurrentScaling()) if enabled else None
+        self._outer: list[Recipe | None] = []
+
+    def __enter__(self) -> autocast:
+        self._outer.append(_active.recipe)
+        _active.recipe = self._recipe
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _active.recipe = self._outer.pop()
