@@ -20,13 +20,14 @@ from torch import Tensor
 from te_dist import reference, torch_compat
 from te_dist.formats import HADAMARD_SIGN_MASK, DType
 
-_extension: ModuleType | None
+_extension: ModuleType | None = None
+extension_error = ""
 try:
-    from te_dist import _kernels as _extension  # type: ignore[attr-defined, no-redef]
-
-    extension_error = ""
+    import te_dist._kernels as _extension  # type: ignore[no-redef]
+except ModuleNotFoundError:
+    # A checkout on the path before an installed te_dist, for one: name the folder that was looked into.
+    extension_error = f"no _kernels in {os.path.dirname(__file__)}"
 except ImportError as error:
-    _extension = None
     extension_error = str(error)
 
 _FLOAT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -153,7 +154,8 @@ def cast_scaled(
             _ptr(row), _ptr(col), _ptr(scale_inv), _ptr(noop),
         )  # fmt: skip
         return
-    for out, value in zip((row, col, scale_inv), reference.cast_scaled(x, scale, fp8), strict=True):
+    values = reference.cast_scaled(x, scale, fp8, rowwise=row is not None, columnwise=col is not None)
+    for out, value in zip((row, col, scale_inv), values, strict=True):
         _store(out, value, noop)
 
 
@@ -176,7 +178,8 @@ def cast_current(
             _ptr(row), _ptr(col), _ptr(scale_inv), _ptr(noop),
         )  # fmt: skip
         return
-    values = reference.cast_current(x, amax, fp8, eps=eps, power_of_2=power_of_2)
+    wanted = {"rowwise": row is not None, "columnwise": col is not None}
+    values = reference.cast_current(x, amax, fp8, eps=eps, power_of_2=power_of_2, **wanted)
     for out, value in zip((row, col, scale_inv), values, strict=True):
         _store(out, value, noop)
 
@@ -213,7 +216,8 @@ def quantize_block(
             _ptr(row), _ptr(row_scale), _ptr(col), _ptr(col_scale), _ptr(noop),
         )  # fmt: skip
         return
-    values = reference.quantize_block(x, fp8, block_dim=block_dim, eps=eps, power_of_2=power_of_2)
+    wanted = {"rowwise": row is not None, "columnwise": col is not None}
+    values = reference.quantize_block(x, fp8, block_dim=block_dim, eps=eps, power_of_2=power_of_2, **wanted)
     for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
         _store(out, value, noop)
 
@@ -248,7 +252,8 @@ def quantize_mxfp8(
             _ptr(row), _ptr(row_scale), _ptr(col), _ptr(col_scale), _ptr(noop),
         )  # fmt: skip
         return
-    values = reference.quantize_mxfp8(x, fp8, two_d=two_d)
+    wanted = {"rowwise": row is not None, "columnwise": col is not None}
+    values = reference.quantize_mxfp8(x, fp8, two_d=two_d, **wanted)
     for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
         _store(out, value, noop)
 

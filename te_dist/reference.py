@@ -24,8 +24,10 @@ from te_dist.formats import (
     round_up,
 )
 
+# Row data, row scale, column data, column scale.
+BlockPlanes = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 FLOAT_MAX = torch.finfo(torch.float32).max
-CANONICAL_NAN = 0x7FC00000
 
 
 # ------------------------------------------------------------------------------------------------- helpers
@@ -96,16 +98,27 @@ def _reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
-def cast_scaled(x: Tensor, scale: Tensor, fp8: DType) -> tuple[Tensor, Tensor, Tensor]:
+def cast_scaled(
+    x: Tensor, scale: Tensor, fp8: DType, *, rowwise: bool = True, columnwise: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Cast with a given scale [1]: data [M, K], its transpose [K, M], scale_inv [1]."""
     data = encode_fp8(x.float() * scale, fp8)
-    return data, data.t().contiguous(), _reciprocal(scale)
+    return data if rowwise else None, data.t().contiguous() if columnwise else None, _reciprocal(scale)
 
 
-def cast_current(x: Tensor, amax: Tensor, fp8: DType, *, eps: float, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor]:
+def cast_current(
+    x: Tensor,
+    amax: Tensor,
+    fp8: DType,
+    *,
+    eps: float,
+    power_of_2: bool,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Cast with the scale that `amax` [1] asks for."""
     scale = scale_from_amax(amax, fp8, eps=eps, power_of_2=power_of_2, overflow=FLOAT_MAX)
-    return cast_scaled(x, scale, fp8)
+    return cast_scaled(x, scale, fp8, rowwise=rowwise, columnwise=columnwise)
 
 
 def dequantize_tensor(data: Tensor, scale_inv: Tensor, fp8: DType, columnwise: bool) -> Tensor:
@@ -124,18 +137,30 @@ def _block_plane(x: Tensor, tile_rows: int, fp8: DType, eps: float, power_of_2: 
 
 
 def quantize_block(
-    x: Tensor, fp8: DType, *, block_dim: int, eps: float, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """row data [M, K], row scale, column data [K, M], column scale.
+    x: Tensor,
+    fp8: DType,
+    *,
+    block_dim: int,
+    eps: float,
+    power_of_2: bool,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> BlockPlanes:
+    """row data [M, K], row scale, column data [K, M], column scale; None for a plane not asked for.
 
     1-D scales are stored transposed, [ceil(K/128), rup(M, 4)]; 2-D ones [ceil(M/128), rup(ceil(K/128), 4)].
     """
     if block_dim == 2:
         data, scale = _block_plane(x, BLOCK_SIZE, fp8, eps, power_of_2)
-        return data, _pad_inner(scale), data.t().contiguous(), _pad_inner(scale.t())
-    row, row_scale = _block_plane(x, 1, fp8, eps, power_of_2)
-    col, col_scale = _block_plane(x.t().contiguous(), 1, fp8, eps, power_of_2)
-    return row, _pad_inner(row_scale.t()), col, _pad_inner(col_scale.t())
+        row = (data, _pad_inner(scale)) if rowwise else (None, None)
+        return *row, *((data.t().contiguous(), _pad_inner(scale.t())) if columnwise else (None, None))
+
+    def plane(along: Tensor) -> tuple[Tensor, Tensor]:
+        data, scale = _block_plane(along, 1, fp8, eps, power_of_2)
+        return data, _pad_inner(scale.t())
+
+    row = plane(x) if rowwise else (None, None)
+    return *row, *(plane(x.t().contiguous()) if columnwise else (None, None))
 
 
 def _pad_inner(scale: Tensor) -> Tensor:
@@ -178,27 +203,30 @@ def e8m0_encode_factor(code: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def quantize_mxfp8(x: Tensor, fp8: DType, *, two_d: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """row data [M, K], row scale [rup(M,128), rup(ceil(K/32),4)], column data [M, K], column scale
-    [rup(ceil(M/32),4), rup(K,128)]."""
-    rows, cols = x.shape
+def _mxfp8_plane(x: Tensor, fp8: DType, two_d: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """Data [M, K] and unpadded scales of one plane."""
     size = MXFP8_BLOCK_SIZE
-    planes: list[Tensor] = []
-    for tile_rows, tile_cols in ((1, size), (size, 1)):
-        tile = (size, size) if two_d else (tile_rows, tile_cols)
-        code = e8m0_from_amax(_tile_amax(x, *tile), fp8)
-        factor = _spread(e8m0_encode_factor(code), *tile, x.shape)
-        planes.append(encode_fp8(x.float() * factor, fp8))
-        # A 32x32 scale is repeated for each row (or column) of its tile: the GEMM sees 1x32.
-        stored = code.repeat_interleave(tile[0] // tile_rows, 0).repeat_interleave(tile[1] // tile_cols, 1)
-        stored = stored[: ceil_div(rows, tile_rows), : ceil_div(cols, tile_cols)]
-        padded = (
-            (round_up(rows, 128), round_up(stored.shape[1], 4))
-            if tile_rows == 1
-            else (round_up(stored.shape[0], 4), round_up(cols, 128))
-        )
-        planes.append(_pad(stored, *padded))
-    return planes[0], planes[1], planes[2], planes[3]
+    block = (size, 1) if columnwise else (1, size)
+    tile = (size, size) if two_d else block
+    code = e8m0_from_amax(_tile_amax(x, *tile), fp8)
+    data = encode_fp8(x.float() * _spread(e8m0_encode_factor(code), *tile, x.shape), fp8)
+    # A 32x32 scale is repeated for each row (or column) of its tile: the GEMM sees 1x32.
+    blocks = torch.Size((ceil_div(x.shape[0], block[0]), ceil_div(x.shape[1], block[1])))
+    return data, _spread(code, tile[0] // block[0], tile[1] // block[1], blocks)
+
+
+def quantize_mxfp8(x: Tensor, fp8: DType, *, two_d: bool, rowwise: bool = True, columnwise: bool = True) -> BlockPlanes:
+    """row data [M, K], row scale [rup(M,128), rup(ceil(K/32),4)], column data [M, K], column scale
+    [rup(ceil(M/32),4), rup(K,128)]; None for a plane not asked for."""
+    row: tuple[Tensor | None, Tensor | None] = (None, None)
+    col: tuple[Tensor | None, Tensor | None] = (None, None)
+    if rowwise:
+        data, scale = _mxfp8_plane(x, fp8, two_d, False)
+        row = data, _pad(scale, round_up(scale.shape[0], 128), round_up(scale.shape[1], 4))
+    if columnwise:
+        data, scale = _mxfp8_plane(x, fp8, two_d, True)
+        col = data, _pad(scale, round_up(scale.shape[0], 4), round_up(scale.shape[1], 128))
+    return *row, *col
 
 
 def dequantize_mxfp8(data: Tensor, scale: Tensor, fp8: DType, *, columnwise: bool) -> Tensor:
@@ -351,7 +379,7 @@ def quantize_nvfp4(
     rng_state: Tensor | None,
     rowwise: bool = True,
     columnwise: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> BlockPlanes:
     """row data [M, K/2], row scale [rup(M,128), rup(ceil(K/16),4)], column data [K, M/2], column scale
     [rup(K,128), rup(ceil(M/16),4)]; None for a plane not asked for, whose even size need not hold."""
 
