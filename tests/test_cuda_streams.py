@@ -1,0 +1,72 @@
+"""Kernels on the caller's stream: CUDA graphs replay them, side streams order them, nothing synchronises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import QUANTIZERS, assert_same_storage, on, rng_for, varied
+
+import te_dist
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_graph_capture_replays_on_new_values(name: str) -> None:
+    quantizer = on("cuda", QUANTIZERS[name]())
+    rng = rng_for(quantizer, "cuda")
+    x = varied((144, 272), torch.bfloat16).cuda()
+    out = quantizer.make_empty(x.shape, device="cuda")
+    noop = torch.zeros(1, device="cuda")
+    result = torch.empty_like(x)
+    quantizer.quantize(x, out=out, noop=noop, rng_state=rng)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantizer.quantize(x, out=out, noop=noop, rng_state=rng)
+        result.copy_(out.dequantize())
+    for seed, scale in ((1, 1.0), (2, 100.0), (3, 0.01)):
+        x.copy_(varied((144, 272), torch.bfloat16, seed) * scale)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = quantizer.quantize(x, rng_state=rng)
+        assert_same_storage(out, expected, f"{name} replay {seed}")
+        assert torch.equal(result, expected.dequantize())
+    before = out.clone()
+    noop.fill_(1.0)
+    x.mul_(3)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_storage(out, before, "the flag is read at replay")
+
+
+def test_a_side_stream_orders_the_work() -> None:
+    """A long kernel on the side stream comes first: a kernel on another stream would read old values."""
+    quantizer = te_dist.Float8BlockQuantizer("e4m3")
+    x = torch.zeros(2048, 2048, dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(3.0)
+        storage = quantizer.quantize(x)
+    stream.synchronize()
+    assert torch.equal(storage.dequantize(), torch.full_like(x, 3.0))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantize_never_synchronises(name: str) -> None:
+    quantizer = on("cuda", QUANTIZERS[name]())
+    rng = rng_for(quantizer, "cuda")
+    x = varied((144, 272), torch.bfloat16).cuda()
+    quantizer.quantize(x, rng_state=rng).dequantize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantizer.quantize(x, rng_state=rng).dequantize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # The debug mode knows torch's own calls; for ours, the host must be back while the stream still sleeps.
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    quantizer.quantize(x, rng_state=rng).dequantize()
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
