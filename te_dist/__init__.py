@@ -8,6 +8,7 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "parallel").is_dir() and (_here.parent / "parallel").is_dir():
     __path__.append(str(_here.parent))
 
+from te_dist import delayed_scaling as delayed_scaling
 from te_dist import dynamo as dynamo
 from te_dist import recipe as recipe
 from te_dist.formats import DType

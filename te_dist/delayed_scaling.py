@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from te_dist.formats import FP8_MAX, DType
+from te_dist.quantizers.checks import check_fp8_dtype
 
 AMAX_ALGORITHMS = ("max", "most_recent")
 
@@ -39,7 +40,7 @@ def update_scale(
     if amax_compute_algo not in AMAX_ALGORITHMS:
         raise ValueError(f"update_scale expects amax_compute_algo in {AMAX_ALGORITHMS} but got {amax_compute_algo!r}")
     amax = amax_history.amax(0) if amax_compute_algo == "max" else amax_history[0]
-    fp8_max = torch.full_like(scale, FP8_MAX[DType.cast(fp8_dtype)])
+    fp8_max = torch.full_like(scale, FP8_MAX[check_fp8_dtype(fp8_dtype, "update_scale")])
     usable = amax.isfinite() & (amax > 0)
     fresh = fp8_max / torch.where(usable, amax, torch.ones_like(amax)) / float(2**margin)
     fresh = torch.where(fresh.isinf(), torch.full_like(fresh, torch.finfo(torch.float32).max), fresh)

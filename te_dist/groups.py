@@ -76,8 +76,12 @@ def resolve_group(group: GroupLike, argument: str = "amax_reduction_group") -> P
 
 def group_name(group: GroupLike | None) -> str:
     """The c10d name of a group, which is what compiled graphs carry; "" for None."""
-    if group is None or isinstance(group, str):
-        return group or ""
+    if group is None:
+        return ""
+    if isinstance(group, str):
+        if not group:
+            raise ValueError("a process group's name cannot be empty; pass None for no group")
+        return group
     return str(resolve_group(group).group_name)
 
 

@@ -62,9 +62,16 @@ def extension_info() -> dict[str, str]:
         return {"extension": f"missing ({extension_error})"}
     return {
         "extension": str(_extension.__file__),
-        "cpu variant": str(_extension.cpu.variant()),
+        "cpu variant": _cpu_variant(),
         "cuda architectures": str(_extension.cuda_archs) or "none (built without nvcc)",
     }
+
+
+def _cpu_variant() -> str:
+    try:
+        return str(_extension.cpu.variant()) if _extension is not None else "none"
+    except ValueError as error:  # TE_DIST_CPU_VARIANT names one that is not there
+        return str(error)
 
 
 def backend_name(device: torch.device | str, kernel: str = "quantize_block") -> str:
@@ -104,13 +111,12 @@ def _ptr(tensor: Tensor | None) -> int:
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., K] -> [M, K] with unit stride along K; a view where the strides allow it."""
-    matrix = (
-        x
-        if x.dim() == 2
-        else x.reshape(-1, x.shape[-1])
-        if x.numel()
-        else x.new_empty((x.shape[:-1].numel(), x.shape[-1]))
-    )
+    if x.is_neg():
+        x = x.resolve_neg()  # a lazily negated view: its memory holds the other sign
+    matrix = x
+    if x.dim() != 2:
+        rows, cols = x.shape[:-1].numel(), x.shape[-1]
+        matrix = x.reshape(rows, cols)
     if matrix.shape[1] > 1 and matrix.stride(1) != 1:
         return matrix.contiguous()
     # A broadcast or overlapping row stride would read the same memory twice, which is fine; a shorter one than K
@@ -118,8 +124,8 @@ def as_rows(x: Tensor) -> Tensor:
     return matrix if matrix.shape[0] <= 1 or matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
 
 
-def _store(out: Tensor | None, value: Tensor | None, noop: Tensor | None) -> None:
-    """The reference's way to fill a buffer, respecting the no-op flag without a host sync."""
+def store(out: Tensor | None, value: Tensor | None, noop: Tensor | None) -> None:
+    """out <- value, unless the no-op flag is set; without a host sync."""
     if out is None or value is None:
         return
     value = value.reshape(out.shape)
@@ -134,7 +140,7 @@ def amax(x: Tensor, out: Tensor, *, accumulate: bool = False, noop: Tensor | Non
         _call(kernel, x.device, *_input(x), _ptr(out), accumulate, _ptr(noop))
         return
     value = reference.amax(x)
-    _store(out, reference._canonical_amax(torch.maximum(out, value)) if accumulate else value, noop)
+    store(out, reference._canonical_amax(torch.maximum(out, value)) if accumulate else value, noop)
 
 
 def cast_scaled(
@@ -156,7 +162,7 @@ def cast_scaled(
         return
     values = reference.cast_scaled(x, scale, fp8, rowwise=row is not None, columnwise=col is not None)
     for out, value in zip((row, col, scale_inv), values, strict=True):
-        _store(out, value, noop)
+        store(out, value, noop)
 
 
 def cast_current(
@@ -181,7 +187,7 @@ def cast_current(
     wanted = {"rowwise": row is not None, "columnwise": col is not None}
     values = reference.cast_current(x, amax, fp8, eps=eps, power_of_2=power_of_2, **wanted)
     for out, value in zip((row, col, scale_inv), values, strict=True):
-        _store(out, value, noop)
+        store(out, value, noop)
 
 
 def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DType, columnwise: bool) -> None:
@@ -219,7 +225,7 @@ def quantize_block(
     wanted = {"rowwise": row is not None, "columnwise": col is not None}
     values = reference.quantize_block(x, fp8, block_dim=block_dim, eps=eps, power_of_2=power_of_2, **wanted)
     for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
-        _store(out, value, noop)
+        store(out, value, noop)
 
 
 def dequantize_block(data: Tensor, scale: Tensor, out: Tensor, *, fp8: DType, block_dim: int, columnwise: bool) -> None:
@@ -255,7 +261,7 @@ def quantize_mxfp8(
     wanted = {"rowwise": row is not None, "columnwise": col is not None}
     values = reference.quantize_mxfp8(x, fp8, two_d=two_d, **wanted)
     for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
-        _store(out, value, noop)
+        store(out, value, noop)
 
 
 def dequantize_mxfp8(data: Tensor, scale: Tensor, out: Tensor, *, fp8: DType, columnwise: bool) -> None:
@@ -293,7 +299,7 @@ def amax_nvfp4(
         return
     values = reference.amax_nvfp4(x, with_rht=with_rht, random_signs=random_signs)
     for out, value in zip((amax_row, amax_col), values, strict=True):
-        _store(out, value, noop)
+        store(out, value, noop)
 
 
 def quantize_nvfp4(
@@ -332,7 +338,7 @@ def quantize_nvfp4(
         columnwise=col is not None,
     )
     for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
-        _store(out, value, noop)
+        store(out, value, noop)
 
 
 def dequantize_nvfp4(

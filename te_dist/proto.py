@@ -48,6 +48,7 @@ class TensorProto:
     def inner_names(self) -> list[str]:
         """Names of the buffers, in the order in which the storage declares them."""
         quantizer = self._quantizer()
+        quantizer._check_shape(self.shape)
         described = list(quantizer._describe_buffers(self.shape, self.dtype))
         declared = quantizer.storage_cls.BUFFERS
         ordered = [name for name in declared if name in described]

@@ -32,6 +32,8 @@ VALUE_QUANTIZERS: dict[str, Callable[..., Quantizer]] = {
     "mxfp8_e4m3": lambda **kw: te_dist.MXFP8Quantizer("e4m3", **kw),
     "mxfp8_e5m2": lambda **kw: te_dist.MXFP8Quantizer("e5m2", **kw),
     "mxfp8_2d": lambda **kw: te_dist.MXFP8Quantizer("e4m3", with_2d_quantization=True, **kw),
+    "identity": lambda **kw: te_dist.IdentityQuantizer(**kw),
+    "identity_bf16": lambda **kw: te_dist.IdentityQuantizer(dtype="bf16", **kw),
     "nvfp4": lambda **kw: te_dist.NVFP4Quantizer(**kw),
     "nvfp4_2d": lambda **kw: te_dist.NVFP4Quantizer(with_2d_quantization=True, **kw),
     "nvfp4_rht": lambda **kw: te_dist.NVFP4Quantizer(with_rht=True, **kw),

@@ -217,3 +217,60 @@ def dropped_result(rank: int, world: int) -> int:
 
 def test_a_collective_is_never_dead_code(two_ranks: Callable[..., list[Any]]) -> None:
     assert two_ranks(dropped_result, timeout=120) == [1, 1]
+
+
+def noop_keeps_out(rank: int, world: int, name: str, flagged: int) -> bool:
+    """Rank `flagged` sets its no-op flag: its output stays, the other's is as if both had taken part."""
+    quantizer = VALUE_QUANTIZERS[name]()
+    old, new = (varied((32, 64), torch.bfloat16, seed) * (1 + 9 * rank) for seed in (1, 2))
+    out = quantizer.quantize(old, amax_reduction_group=dist.group.WORLD)
+    before, fresh = out.clone(), quantizer.quantize(new, amax_reduction_group=dist.group.WORLD)
+    noop = torch.tensor([1.0 if rank == flagged else 0.0])
+    quantizer.quantize(new, out=out, noop=noop, amax_reduction_group=dist.group.WORLD)
+    expected = before if rank == flagged else fresh
+    return all(torch.equal(a, b) for a, b in zip(out.inner_tensors(), expected.inner_tensors(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["current_e4m3", "nvfp4_rht"])
+def test_noop_together_with_a_reduction(name: str, two_ranks: Callable[..., list[Any]]) -> None:
+    for flagged in (0, 1):
+        assert two_ranks(noop_keeps_out, name, flagged) == [True, True]
+
+
+def delayed_noop(rank: int, world: int) -> float:
+    quantizer = te_dist.Float8Quantizer(torch.ones(1), torch.full((1,), 0.5), "e4m3")
+    out = quantizer.make_empty((4, 4), dtype=torch.float32)
+    noop = torch.tensor([float(rank)])
+    quantizer.quantize(torch.full((4, 4), 1.0 + rank), out=out, noop=noop, amax_reduction_group=dist.group.WORLD)
+    return quantizer.amax.item()
+
+
+def test_delayed_noop_keeps_the_recorded_amax(two_ranks: Callable[..., list[Any]]) -> None:
+    assert two_ranks(delayed_noop) == [2.0, 0.5]
+
+
+def workspace_in_a_graph(rank: int, world: int) -> tuple[int, bool]:
+    """out= and a group inside a graph: reduced, written, and not dropped where rank 0 ignores the result."""
+    quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3")
+    group = dist.group.WORLD.group_name
+    x = varied((16, 32), torch.bfloat16) * (1 + rank)
+    calls = []
+    real = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        proto = te_dist.TensorProto(tuple(x.shape), x.dtype, quantizer)
+        workspace = quantizer.quantize(x, out=proto.create_tensor(), amax_reduction_group=group)
+        return x + 1 if rank == 0 else workspace.dequantize()
+
+    try:
+        torch._dynamo.reset()
+        result = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    finally:
+        dist.all_reduce = real
+    expected = quantizer.quantize(x, amax_reduction_group=group).dequantize()
+    return len(calls), rank == 0 or torch.equal(result, expected)
+
+
+def test_a_workspace_with_a_group_inside_a_graph(two_ranks: Callable[..., list[Any]]) -> None:
+    assert two_ranks(workspace_in_a_graph, timeout=120) == [(1, True), (1, True)]

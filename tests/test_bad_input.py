@@ -25,6 +25,7 @@ def test_input(name: str) -> None:
         (torch.ones(16, 16, device="meta"), ValueError, "needs data but x is on the meta device"),
         ([1.0, 2.0], TypeError, "expects a tensor but got list"),
         (None, TypeError, "expects a tensor but got NoneType"),
+        (torch.ones(16, 16).to_sparse(), TypeError, "strided tensor"),
         (QUANTIZERS["mxfp8_e4m3"]().make_tensor(torch.ones(16, 16)), TypeError, "quantized already"),
     ):
         with pytest.raises(error, match=message) as caught:
@@ -200,3 +201,30 @@ def test_kernel_entry_points_raise_value_error() -> None:
 def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match="use_backend expects one of"), te_dist.use_backend("gpu"):
         pass
+
+
+def test_noop_without_out() -> None:
+    with pytest.raises(ValueError, match="noop needs out="):
+        te_dist.MXFP8Quantizer("e4m3").quantize(torch.ones(32, 32), noop=torch.ones(1))
+
+
+def test_a_lazily_negated_view() -> None:
+    x = varied((32, 64), torch.float32)
+    storage = te_dist.MXFP8Quantizer("e4m3").quantize(torch._neg_view(x))
+    assert torch.equal(storage.dequantize(), -te_dist.MXFP8Quantizer("e4m3").quantize(x).dequantize())
+
+
+def test_small_things_are_named() -> None:
+    with pytest.raises(ValueError, match="block_scaling_dim"):
+        te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2.0)
+    with pytest.raises(ValueError, match="e4m3 or e5m2 but got bf16"):
+        te_dist.delayed_scaling.update_scale(torch.zeros(2, 1), torch.ones(1), "bf16")
+    with pytest.raises(ValueError, match=r"\[3, -1, 64\] does not fit"):
+        te_dist.MXFP8Quantizer("e4m3").make_tensor(torch.ones(4, 64)).view(3, -1, 64)
+    with pytest.raises(ValueError, match="even last dimension"):
+        te_dist.TensorProto((4, 5), torch.bfloat16, te_dist.NVFP4Quantizer(columnwise=False)).create_tensor()
+    with pytest.raises(ValueError, match="at least one dimension"):
+        te_dist.TensorProto((), torch.bfloat16, te_dist.MXFP8Quantizer("e4m3")).create_tensor()
+    live = te_dist.Float8Quantizer(torch.ones(1), torch.zeros(1), "e4m3")
+    with pytest.raises(ValueError, match="scale expects"):
+        live.scale = torch.ones(1, dtype=torch.float64)

@@ -50,19 +50,27 @@ def _(x: Tensor, quantizer: Quantizer, group: str, rng_state: Optional[Tensor]) 
     return _fake_buffers(x, quantizer)
 
 
+def _workspace(x: Tensor, out: list[Tensor], quantizer: Quantizer, made_by: Quantizer) -> QuantizedStorage:
+    """The storage around `out`, checked: its buffers were made by an equal quantizer and have its layout."""
+    if made_by != quantizer:
+        raise ValueError(f"quantize: out was made by another quantizer: expects {quantizer} but has {made_by}")
+    proto = TensorProto(tuple(x.shape), x.dtype, quantizer, device=x.device)
+    storage = proto.assemble(dict(zip(proto.inner_names(), out, strict=True)))
+    storage.check_buffers()
+    return storage
+
+
 @torch.library.custom_op("te_dist::quantize_out", mutates_args=("out",))
 def quantize_out(
     x: Tensor,
     out: list[Tensor],
     quantizer: Quantizer,
-    group: str,
+    made_by: Quantizer,
     noop: Optional[Tensor],
     rng_state: Optional[Tensor],
 ) -> None:
-    """quantize into existing buffers, as weight workspaces are filled."""
-    proto = TensorProto(tuple(x.shape), x.dtype, quantizer, device=x.device)
-    storage = proto.assemble(dict(zip(proto.inner_names(), out, strict=True)))
-    quantizer.quantize(x, amax_reduction_group=group or None, out=storage, noop=noop, rng_state=rng_state)
+    """quantize into existing buffers, as weight workspaces are filled; `made_by` is the quantizer of those."""
+    quantizer.quantize(x, out=_workspace(x, out, quantizer, made_by), noop=noop, rng_state=rng_state)
 
 
 @quantize_out.register_fake
@@ -70,13 +78,11 @@ def _(
     x: Tensor,
     out: list[Tensor],
     quantizer: Quantizer,
-    group: str,
+    made_by: Quantizer,
     noop: Optional[Tensor],
     rng_state: Optional[Tensor],
 ) -> None:
-    expected = [tuple(t.shape) for t in _fake_buffers(x, quantizer)]
-    if [tuple(t.shape) for t in out] != expected:
-        raise ValueError(f"quantize_out expects buffers of shapes {expected} but got {[tuple(t.shape) for t in out]}")
+    _workspace(x, out, quantizer, made_by)
 
 
 @torch.library.custom_op("te_dist::dequantize", mutates_args=())

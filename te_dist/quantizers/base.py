@@ -186,6 +186,7 @@ class Quantizer(OpaqueBase):
         dtype: torch.dtype = torch.bfloat16,
     ) -> dict[str, Tensor]:
         """Uninitialised buffers, the same ones that quantize() fills."""
+        self._check_shape(shape)
         return {
             name: torch.empty(size, dtype=buffer_dtype, device=device)
             for name, (size, buffer_dtype) in self._describe_buffers(shape, dtype).items()
@@ -210,7 +211,6 @@ class Quantizer(OpaqueBase):
         device: torch.device | str | None = None,
     ) -> QuantizedStorage:
         """A storage with uninitialised buffers, for ``quantize(out=...)``."""
-        self._check_shape(torch.Size(shape))
         buffers = self.alloc_tensors(shape, device=device, dtype=dtype)
         return self.storage_cls(buffers, shape=shape, dtype=dtype, quantizer=self)
 
@@ -234,8 +234,9 @@ class Quantizer(OpaqueBase):
         Args:
             amax_reduction_group: ProcessGroup, one-dimensional DeviceMesh or group name. Scales that depend on the
                 whole tensor then come from the maximum over the group, so a shard is quantized like the slice of the
-                unsharded tensor. Every member must call, also with an empty shard. Formats whose scales are local
-                to a block need no reduction and only check the group.
+                unsharded tensor. Every member must call, also with an empty shard. Formats whose scales are local to
+                a block need no reduction and only check the group. Blocks that span rows (128, 32 or 16 of them)
+                must not straddle two shards, and stochastic rounding draws by position in the shard.
             out: a storage of the same format, shape, planes and device to write into.
             noop: float32 [1] on x's device; if it is not 0, `out` stays untouched. Read on the device.
             rng_state: int64 [2] (seed, offset) for stochastic rounding; drawn from torch's generator if omitted.
@@ -247,8 +248,11 @@ class Quantizer(OpaqueBase):
             >>> storage.dequantize().sum().item()
             128.0
         """
+        if noop is not None and out is None:
+            raise ValueError(f"{type(self).__name__}.quantize: noop needs out=, without it there is nothing to keep")
         if torch.compiler.is_compiling():
-            return self._quantize_compiled(x, group_name(amax_reduction_group), out, noop, rng_state)
+            # The op has no gradient: quantization ends the graph, as it does in eager.
+            return self._quantize_compiled(x.detach(), group_name(amax_reduction_group), out, noop, rng_state)
         self._check_input(x)
         if out is not None:
             self._check_out(x, out)
@@ -287,11 +291,11 @@ class Quantizer(OpaqueBase):
         rng_state: Tensor | None,
     ) -> QuantizedStorage:
         """The same as ops that torch.compile keeps whole."""
-        if out is not None:
-            torch.ops.te_dist.quantize_out(x, out.inner_tensors(), self, group, noop, rng_state)
+        rng_state = self._draw_rng(x, rng_state)
+        if out is not None and not group:
+            made_by = out.quantizer.layout_quantizer()
+            torch.ops.te_dist.quantize_out(x, out.inner_tensors(), self, made_by, noop, rng_state)
             return out
-        if noop is not None:
-            raise ValueError(f"{type(self).__name__}.quantize: noop needs out=, there is nothing to keep")
         if group:
             inner = torch.ops.te_dist.quantize_reduced(x, self, group, rng_state)
         else:
@@ -299,9 +303,16 @@ class Quantizer(OpaqueBase):
         names = list(self._describe_buffers(x.shape, x.dtype))
         # Unflattening finds the class in a module's dictionary, which Dynamo can guard on; it cannot call a class
         # that it reached through a quantizer made inside the graph.
-        return QuantizedStorage.__tensor_unflatten__(
+        fresh = QuantizedStorage.__tensor_unflatten__(
             dict(zip(names, inner, strict=True)), self.create_metadata(x.shape, dtype=x.dtype)
         )
+        if out is None:
+            return fresh
+        # An op that only mutates would be dead code where nobody reads `out`, and a collective must not be: reduce
+        # and quantize in an op with a side effect, then copy.
+        for mine, new in zip(out.inner_tensors(), fresh.inner_tensors(), strict=True):
+            mine.copy_(new if noop is None else torch.where(noop != 0, mine, new))
+        return out
 
     # ---------------------------------------------------------------------------------------- checks
     def _check_input(self, x: Tensor) -> None:
@@ -310,11 +321,13 @@ class Quantizer(OpaqueBase):
             raise TypeError(f"{name}.quantize expects a tensor but got {type(x).__name__}")
         if isinstance(x, QuantizedTensor):
             raise TypeError(f"{name}.quantize got a tensor that is quantized already: {x!r}")
-        if type(x) is not Tensor and hasattr(x, "to_local"):
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             raise TypeError(
-                f"{name}.quantize expects a local tensor but got a {type(x).__name__}; pass x.to_local() and "
-                f"amax_reduction_group"
+                f"{name}.quantize expects a plain tensor but got a {type(x).__name__}; pass its local data "
+                f"(x.to_local() of a DTensor, with amax_reduction_group), waited for if it is asynchronous"
             )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name}.quantize expects a strided tensor but got layout {x.layout}")
         if x.dtype not in INPUT_DTYPES:
             raise TypeError(
                 f"{name}.quantize expects float32, float16 or bfloat16 but got {str(x.dtype).removeprefix('torch.')}"
@@ -327,7 +340,7 @@ class Quantizer(OpaqueBase):
             )
         self._check_shape(x.shape)
 
-    def _check_shape(self, shape: torch.Size) -> None:
+    def _check_shape(self, shape: Sequence[int]) -> None:
         """Raise ValueError if the format cannot hold a tensor of that shape."""
         if len(shape) == 0:
             raise ValueError(f"{type(self).__name__} expects at least one dimension")
@@ -346,6 +359,11 @@ class Quantizer(OpaqueBase):
             raise ValueError(
                 f"{name}.quantize: out was made by another quantizer: expects {self!r} but has {out.quantizer!r}"
             )
+        out.check_buffers()
+
+    def _draw_rng(self, x: Tensor, rng_state: Tensor | None) -> Tensor | None:
+        """The random state to use: the given one, or one from torch's generator if the format needs any."""
+        return rng_state
 
     def _check_rng(self, x: Tensor, rng_state: Tensor | None) -> Tensor | None:
         if rng_state is not None:

@@ -55,7 +55,7 @@ class Float8BlockQuantizer(Quantizer):
         self.columnwise = bool(columnwise)
         self.amax_epsilon = check_eps(amax_epsilon, type(self).__name__)
         self.force_pow_2_scales = bool(force_pow_2_scales)
-        if block_scaling_dim not in (1, 2):
+        if type(block_scaling_dim) is not int or block_scaling_dim not in (1, 2):
             raise ValueError(
                 f"{type(self).__name__} expects block_scaling_dim 1 (1x128) or 2 (128x128) but got "
                 f"{block_scaling_dim!r}"

@@ -127,9 +127,6 @@ class Float8Quantizer(Float8QuantizerBase):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
-        for name, tensor in (("scale", scale), ("amax", amax)):
-            device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
-            check_small_tensor(f"{type(self).__name__}: {name}", tensor, torch.float32, 1, device)
         self.scale = scale
         self.amax = amax
         self.fp8_dtype = check_fp8_dtype(fp8_dtype, type(self).__name__)
@@ -143,6 +140,9 @@ class Float8Quantizer(Float8QuantizerBase):
             raise TypeError(group_refused(type(self).__name__, name))
         if name not in self._value_fields:
             raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+        if name in ("scale", "amax"):
+            device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+            check_small_tensor(f"{type(self).__name__}: {name}", value, torch.float32, 1, device)
         object.__setattr__(self, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Quantizer:
@@ -165,9 +165,14 @@ class Float8Quantizer(Float8QuantizerBase):
                 f"{type(self).__name__}: x is on {x.device} but scale and amax are on "
                 f"{self.scale.device} and {self.amax.device}"
             )
-        kernels.amax(x, self.amax, accumulate=True, noop=noop)
-        if group is not None:
-            all_reduce_amax([self.amax], group)
+        if group is None:
+            kernels.amax(x, self.amax, accumulate=True, noop=noop)
+        else:
+            amax = torch.empty_like(self.amax)
+            kernels.amax(x, amax)
+            all_reduce_amax([amax], group)
+            # Through the kernel again: a one-element tensor is its own amax, and the flag is honoured.
+            kernels.amax(amax.view(1, 1), self.amax, accumulate=True, noop=noop)
         self._cast_into(x, out, noop)
 
     def _cast_into(self, x: Tensor, out: QuantizedStorage, noop: Tensor | None) -> None:

@@ -23,7 +23,7 @@ _TORCH_DTYPES = {
 
 @register_value_quantizer
 class IdentityQuantizer(Quantizer):
-    """Keeps the data as it is, or casts it to `dtype`. One buffer serves both planes."""
+    """Copies the data as it is, or casts it to `dtype`. One buffer serves both planes."""
 
     _value_fields = ("dtype", "rowwise", "columnwise")
     storage_cls = IdentityTensorStorage
@@ -55,11 +55,6 @@ class IdentityQuantizer(Quantizer):
     def _target_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.dtype is None else _TORCH_DTYPES[self.dtype]
 
-    def _new_storage(self, x: Tensor) -> QuantizedStorage:
-        # No copy: passing data through must cost nothing.
-        dtype = self._target_dtype(x.dtype)
-        return IdentityTensorStorage({"_hp_data": x.detach().to(dtype)}, shape=x.shape, dtype=dtype, quantizer=self)
-
     def _quantize_into(
         self,
         x: Tensor,
@@ -70,19 +65,7 @@ class IdentityQuantizer(Quantizer):
     ) -> None:
         if group is not None:
             resolve_group(group)
+        # A copy: a storage owns its data, so that writing into one never reaches the tensor it was made from.
         data = cast(IdentityTensorStorage, out)._hp_data
         value = x.view(data.shape)
-        if data.data_ptr() != x.data_ptr():
-            data.copy_(value if noop is None else torch.where(noop != 0, data, value.to(data.dtype)))
-
-    def _quantize_compiled(
-        self,
-        x: Tensor,
-        group: str,
-        out: QuantizedStorage | None,
-        noop: Tensor | None,
-        rng_state: Tensor | None,
-    ) -> QuantizedStorage:
-        if out is not None:
-            return super()._quantize_compiled(x, group, out, noop, rng_state)
-        return self._new_storage(x)
+        data.copy_(value if noop is None else torch.where(noop != 0, data, value.to(data.dtype)))

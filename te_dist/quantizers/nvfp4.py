@@ -89,7 +89,7 @@ class NVFP4Quantizer(Quantizer):
         """The sign pattern as an integer: bit i set means that input i is negated."""
         return HADAMARD_SIGN_MASK if self.with_random_sign_mask else 0
 
-    def _check_shape(self, shape: torch.Size) -> None:
+    def _check_shape(self, shape: Sequence[int]) -> None:
         super()._check_shape(shape)
         rows, cols = matrix_size(shape)
         name, given = type(self).__name__, f"got shape {list(shape)}"
@@ -106,14 +106,18 @@ class NVFP4Quantizer(Quantizer):
                 f"{rows}: {given}; pad the rows with zeros"
             )
 
+    def _draw_rng(self, x: Tensor, rng_state: Tensor | None) -> Tensor | None:
+        if rng_state is not None or not self.stochastic_rounding:
+            return rng_state
+        # torch.manual_seed governs it, and so does the RNG state that activation checkpointing restores.
+        return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=x.device)
+
     def _check_rng(self, x: Tensor, rng_state: Tensor | None) -> Tensor | None:
         if not self.stochastic_rounding:
             return super()._check_rng(x, rng_state)
-        if rng_state is None:
-            # torch.manual_seed governs it, and so does the RNG state that activation checkpointing restores.
-            return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=x.device)
-        check_small_tensor("rng_state", rng_state, torch.int64, 2, x.device)
-        return rng_state
+        if rng_state is not None:
+            check_small_tensor("rng_state", rng_state, torch.int64, 2, x.device)
+        return self._draw_rng(x, rng_state)
 
     def _describe_buffers(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> BufferSpecs:
         rows, cols = matrix_size(shape)
@@ -139,21 +143,26 @@ class NVFP4Quantizer(Quantizer):
         rng_state: Tensor | None,
     ) -> None:
         out = cast(NVFP4TensorStorage, out)
+        amax_row, amax_col = out._amax_rowwise, out._amax_columnwise
+        if group is not None:
+            # Reduced apart from `out`, which a no-op flag on this rank must leave alone.
+            amax_row, amax_col = (None if a is None else torch.empty_like(a) for a in (amax_row, amax_col))
         kernels.amax_nvfp4(
             x,
-            out._amax_rowwise,
-            out._amax_columnwise,
+            amax_row,
+            amax_col,
             with_rht=self.with_rht,
             random_signs=self.with_random_sign_mask,
-            noop=noop,
+            noop=noop if group is None else None,
         )
         if group is not None:
-            amaxes = (out._amax_rowwise, out._amax_columnwise)
-            all_reduce_amax([amax for amax in amaxes if amax is not None], group)
+            all_reduce_amax([amax for amax in (amax_row, amax_col) if amax is not None], group)
+            kernels.store(out._amax_rowwise, amax_row, noop)
+            kernels.store(out._amax_columnwise, amax_col, noop)
         kernels.quantize_nvfp4(
             x,
-            out._amax_rowwise,
-            out._amax_columnwise,
+            amax_row,
+            amax_col,
             out._rowwise_data,
             out._rowwise_scale_inv,
             out._columnwise_data,

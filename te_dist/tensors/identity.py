@@ -32,6 +32,20 @@ class IdentityTensorStorage(QuantizedStorage):
     def _derive_columnwise(self) -> dict[str, Tensor]:
         return {}
 
+    def to(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> QuantizedStorage:
+        moved = super().to(device=device, dtype=dtype, non_blocking=non_blocking)
+        assert isinstance(moved, IdentityTensorStorage)
+        # Without a dtype of its own the quantizer keeps data in the nominal one.
+        (_, buffer_dtype) = self.quantizer._describe_buffers(moved.shape, moved.dtype)["_hp_data"]
+        moved._hp_data = moved._hp_data.to(buffer_dtype)
+        return moved
+
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         # A copy, as from every other format: the caller may write into it.
         return self._hp_data.to(dtype, copy=True)

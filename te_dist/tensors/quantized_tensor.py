@@ -8,6 +8,7 @@ itself, instead of dequantizing in silence; ``implicit_dequantization()`` allows
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -108,19 +109,20 @@ class QuantizedTensor(Tensor):
             return _Dequantize.apply(self, dtype)
         return self.quantized_storage.dequantize(dtype=dtype)
 
-    def float(self) -> Tensor:
-        return self.dequantize(dtype=torch.float32)
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
 
-    def half(self) -> Tensor:
-        return self.dequantize(dtype=torch.float16)
-
-    def bfloat16(self) -> Tensor:
-        return self.dequantize(dtype=torch.bfloat16)
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise QuantizedOpError(f"{type(self).__name__}.data cannot be replaced; copy_() takes over a tensor's values")
 
     # ---------------------------------------------------------------------------------------- flattening, copies
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names, metadata = self.quantized_storage.__tensor_flatten__()
-        return names, metadata | {"requires_grad": self.requires_grad}
+        # The layout as a value: torch.compile guards on it, and delayed scaling's quantizer compares by identity.
+        quantizer = metadata["quantizer"].layout_quantizer()
+        return names, metadata | {"requires_grad": self.requires_grad, "quantizer": quantizer}
 
     @staticmethod
     def __tensor_unflatten__(
@@ -134,13 +136,18 @@ class QuantizedTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
-            copied = wrap(self.quantized_storage.clone(), requires_grad=self.requires_grad)
+            storage = self.quantized_storage.clone()
+            storage.quantizer = copy.deepcopy(storage.quantizer, memo)
+            copied = wrap(storage, requires_grad=self.requires_grad)
+            if getattr(self, "_is_param", False):  # how nn.Parameter marks a tensor subclass
+                copied._is_param = True
             if self.grad is not None:
                 copied.grad = self.grad.clone()
             memo[id(self)] = copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A file holds the layout, not delayed scaling's live state: what is loaded has a current-scaling quantizer.
         storage = self.quantized_storage
         quantizer = storage.quantizer.layout_quantizer()
         inner = dict(zip(storage.inner_names(), storage.inner_tensors(), strict=True))
@@ -182,8 +189,9 @@ class QuantizedTensor(Tensor):
                 f"{func} is not supported on {cls.__name__}; call .dequantize() first, or allow it with "
                 f"te_dist.implicit_dequantization()"
             )
-        if func._schema.is_mutable:
-            raise QuantizedOpError(f"{func} would write into a {cls.__name__}; quantize a new value instead")
+        for argument, value in _written(func, args, kwargs):
+            if isinstance(value, QuantizedTensor):
+                raise QuantizedOpError(f"{func} would write {argument} into a {cls.__name__}; quantize a new value")
         _implicit.record(str(func))
         plain = tree_map(_dequantized, (tuple(args), kwargs))
         return func(*plain[0], **plain[1])
@@ -222,6 +230,13 @@ def wrap(storage: QuantizedStorage, *, requires_grad: bool = False) -> Quantized
     return cls(storage, requires_grad=requires_grad)
 
 
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value of every argument that an op writes into."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield argument.name, args[position] if position < len(args) else kwargs.get(argument.name)
+
+
 def _is_fake(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor
 
@@ -254,7 +269,9 @@ def _view(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     sizes = list(shape)
     if -1 in sizes:
         known = -torch.Size(sizes).numel()
-        sizes[sizes.index(-1)] = tensor.numel() // known if known else 0
+        if known <= 0 or tensor.numel() % known:
+            raise ValueError(f"view: {list(shape)} does not fit a tensor of shape {list(tensor.shape)}")
+        sizes[sizes.index(-1)] = tensor.numel() // known
     return wrap(tensor.quantized_storage.view(sizes))
 
 
@@ -288,7 +305,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
                 f"copy_ into {type(destination).__name__} expects shape {list(storage.shape)} but got "
                 f"{list(source.shape)}"
             )
-        storage.quantizer.quantize(source.to(storage.device, storage.dtype), out=storage)
+        storage.quantizer.quantize(source.to(storage.device), out=storage)
     return destination
 
 
@@ -331,6 +348,7 @@ def _rebuild_tensor(
     quantizer = _QUANTIZER_CLASSES[quantizer_name](**dict(quantizer_items))
     cls = storage_class(storage_name)
     storage = cls(inner, shape=shape, dtype=dtype, quantizer=quantizer)
+    storage.check_buffers()  # a file is not to be trusted with sizes that kernels will rely on
     return wrap(storage, requires_grad=requires_grad)
 
 

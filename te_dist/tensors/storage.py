@@ -138,6 +138,24 @@ class QuantizedStorage:
             quantizer=self.quantizer,
         )
 
+    def check_buffers(self) -> None:
+        """Raise ValueError unless every buffer has the layout that the quantizer describes: kernels trust it."""
+        specs = self.quantizer._describe_buffers(self.shape, self.dtype)
+        if list(specs) != self.inner_names():
+            raise ValueError(
+                f"{type(self).__name__} of {self.quantizer} expects the buffers {list(specs)} but has "
+                f"{self.inner_names()}"
+            )
+        device = self.device
+        for name, (shape, dtype) in specs.items():
+            tensor = getattr(self, name)
+            good = tensor.shape == shape and tensor.dtype == dtype and tensor.device == device
+            if not good or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{type(self).__name__}.{name} expects a contiguous {dtype} tensor of shape {list(shape)} on "
+                    f"{device} but has {tensor.dtype}, {list(tensor.shape)}, strides {tensor.stride()}, {tensor.device}"
+                )
+
     # ---------------------------------------------------------------------------------------- copies
     def detach(self) -> QuantizedStorage:
         return self._rebuilt([t.detach() for t in self.inner_tensors()])
@@ -181,7 +199,7 @@ class QuantizedStorage:
                 f"copy_ expects the buffers {self.inner_names()} but the source has {source.inner_names()}"
             )
         if source.quantizer.layout_key() != self.quantizer.layout_key():
-            raise ValueError(f"copy_ between different layouts: {source.quantizer} into {self.quantizer}")
+            raise ValueError(f"copy_ between tensors of different quantizers: {source.quantizer} into {self.quantizer}")
         for mine, theirs in zip(self.inner_tensors(), source.inner_tensors(), strict=True):
             mine.copy_(theirs)
         return self
@@ -225,6 +243,7 @@ class QuantizedStorage:
         return self._dequantize(dtype)
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
+        self.check_buffers()
         out = torch.empty(self.matrix_shape, dtype=dtype, device=self.device)
         self._dequantize_into(out)
         return out.view(self.shape)
