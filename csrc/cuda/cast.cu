@@ -86,11 +86,11 @@ __global__ void __launch_bounds__(FlatConfig::kThreads, FlatConfig::kBlocksPerSm
     Bytes bytes[kUnroll];
     if ((span + 1) * FlatConfig::kSpan <= vectors) {
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) v[u] = __ldcs(in + first + u * FlatConfig::kThreads);
+      for (int u = 0; u < kUnroll; ++u) v[u] = load_bulk(in + first + u * FlatConfig::kThreads);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) encode_vector<F>(Tag<T>{}, v[u], scale, bytes[u]);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) __stcs(to + first + u * FlatConfig::kThreads, bytes[u]);
+      for (int u = 0; u < kUnroll; ++u) store_bulk(to + first + u * FlatConfig::kThreads, bytes[u]);
     } else {
       for (int64_t at = first; at < vectors; at += FlatConfig::kThreads) {
         encode_vector<F>(Tag<T>{}, in[at], scale, bytes[0]);

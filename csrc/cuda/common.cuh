@@ -83,6 +83,9 @@ struct Words {
   static constexpr int per_word = 2;
   static __device__ __forceinline__ uint32_t magnitude(uint32_t word) { return word & 0x7FFF7FFFu; }
   static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b, uint32_t c) {
+    return __vimax3_u16x2(a, b, c);
+  }
   // One raw magnitude out of a word of them.
   static __device__ __forceinline__ uint32_t fold(uint32_t word) { return ::max(word & 0xFFFFu, word >> 16); }
   static __device__ __forceinline__ float to_float_of_raw(uint32_t raw) {
@@ -108,6 +111,9 @@ struct Words<float> {
   static constexpr int per_word = 1;
   static __device__ __forceinline__ uint32_t magnitude(uint32_t word) { return word & kAbsMask; }
   static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) { return ::max(a, b); }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b, uint32_t c) {
+    return __vimax3_u32(a, b, c);
+  }
   static __device__ __forceinline__ uint32_t fold(uint32_t word) { return word; }
   static __device__ __forceinline__ float to_float_of_raw(uint32_t raw) { return float_of(raw); }
   static __device__ __forceinline__ float element(uint32_t word, int) { return float_of(word); }
@@ -123,6 +129,24 @@ __device__ __forceinline__ uint32_t encode_pair(float low, float high) {
 template <typename F>
 __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
   return encode_pair<F>(a, b) | (encode_pair<F>(c, d) << 16);
+}
+
+// How bulk data passes L2: evict-first ("streaming") or as anything else. Nothing here is read twice.
+constexpr bool kStreamLoads = true;
+constexpr bool kStreamStores = true;
+
+template <typename V>
+__device__ __forceinline__ V load_bulk(const V* from) {
+  return kStreamLoads ? __ldcs(from) : __ldg(from);
+}
+
+template <typename V>
+__device__ __forceinline__ void store_bulk(V* to, V value) {
+  if (kStreamStores) {
+    __stcs(to, value);
+  } else {
+    *to = value;
+  }
 }
 
 // Four scale bytes; the buffer's rows are multiples of four bytes, but nobody promised an aligned start.

@@ -78,16 +78,19 @@ struct Patch {
   }
   // A word of raw magnitudes: the maximum of a row, not yet folded, or of a word's column.
   __device__ __forceinline__ uint32_t row_max(int row) const {
-    uint32_t result = Words<T>::magnitude(word[row][0]);
+    uint32_t result = 0u;
 #pragma unroll
-    for (int w = 1; w < kWords; ++w) result = Words<T>::max(result, Words<T>::magnitude(word[row][w]));
+    for (int w = 0; w < kWords; w += 2) {
+      result = Words<T>::max(result, Words<T>::magnitude(word[row][w]), Words<T>::magnitude(word[row][w + 1]));
+    }
     return result;
   }
   __device__ __forceinline__ uint32_t col_max(int w) const {
-    uint32_t result = Words<T>::magnitude(word[0][w]);
+    uint32_t result = 0u;
 #pragma unroll
-    for (int i = 1; i < TileConfig::kPatch; ++i)
-      result = Words<T>::max(result, Words<T>::magnitude(word[i][w]));
+    for (int i = 0; i < TileConfig::kPatch; i += 2) {
+      result = Words<T>::max(result, Words<T>::magnitude(word[i][w]), Words<T>::magnitude(word[i + 1][w]));
+    }
     return result;
   }
 };
@@ -97,7 +100,7 @@ __device__ __forceinline__ void load_words(const T* from, uint32_t (&to)[Patch<T
   const auto* vectors = reinterpret_cast<const uint4*>(from);
 #pragma unroll
   for (int v = 0; v < Patch<T>::kWords / 4; ++v) {
-    const uint4 loaded = __ldcs(vectors + v);
+    const uint4 loaded = load_bulk(vectors + v);
     to[4 * v] = loaded.x;
     to[4 * v + 1] = loaded.y;
     to[4 * v + 2] = loaded.z;
@@ -146,9 +149,9 @@ __device__ __forceinline__ void load_patch(const TileInput<T>& x, int64_t row, i
 __device__ __forceinline__ void store_patch_row(const ByteMatrix& out, int64_t row, int64_t col, bool inside,
                                                 uint2 bytes) {
   uint8_t* to = out.data + row * out.cols + col;
-  if (inside && out.vector) return __stcs(reinterpret_cast<uint2*>(to), bytes);
+  if (inside && out.vector) return store_bulk(reinterpret_cast<uint2*>(to), bytes);
   if (row >= out.rows || col >= out.cols) return;
-  if (out.vector) return __stcs(reinterpret_cast<uint2*>(to), bytes);
+  if (out.vector) return store_bulk(reinterpret_cast<uint2*>(to), bytes);
 #pragma unroll
   for (int j = 0; j < TileConfig::kPatch; ++j) {
     if (col + j < out.cols) to[j] = static_cast<uint8_t>((j < 4 ? bytes.x : bytes.y) >> (8 * (j & 3)));
@@ -156,13 +159,13 @@ __device__ __forceinline__ void store_patch_row(const ByteMatrix& out, int64_t r
 }
 
 // ---------------------------------------------------------------------------------------------- the way to
-// [K, M] The transposed tile in shared memory: 128 lines of kUnits units of 8 bytes. A unit's place in its
+// [K, M] The transposed tile in shared memory: kLines lines of kUnits units of 8 bytes. A unit's place in its
 // line is XORed with the line's number so that both the writers, one unit of many lines at a time, and the
 // readers, a line at a time, meet every bank once. kShift: lines that are written by the same thread share
 // their XOR.
-template <int kUnits, int kShift>
+template <int kUnits, int kShift, int kLines = TileConfig::kTile, int kThreads = TileConfig::kThreads>
 struct Stage {
-  uint2 unit[TileConfig::kTile * kUnits];
+  uint2 unit[kLines * kUnits];
 
   __device__ __forceinline__ void put(int line, int u, uint2 bytes) {
     unit[line * kUnits + (u ^ ((line >> kShift) & (kUnits - 1)))] = bytes;
@@ -180,14 +183,14 @@ struct Stage {
                                         bool inside) const {
     constexpr int kPairs = kUnits / 2;
 #pragma unroll
-    for (int k = 0; k < TileConfig::kTile * kPairs / TileConfig::kThreads; ++k) {
-      const int at = threadIdx.x + k * TileConfig::kThreads;
+    for (int k = 0; k < kLines * kPairs / kThreads; ++k) {
+      const int at = threadIdx.x + k * kThreads;
       const int64_t line = line0 + at / kPairs;
       const int64_t byte = byte0 + at % kPairs * 16;
       const uint4 v = take(at / kPairs, at % kPairs);
       uint8_t* to = out.data + line * out.cols + byte;
       if (inside && out.vector) {
-        __stcs(reinterpret_cast<uint4*>(to), v);
+        store_bulk(reinterpret_cast<uint4*>(to), v);
       } else if (line < out.rows && byte < out.cols) {
         store_bytes(out, to, static_cast<int>(min(static_cast<int64_t>(16), out.cols - byte)), v);
       }
@@ -196,7 +199,7 @@ struct Stage {
 
   static __device__ __forceinline__ void store_bytes(const ByteMatrix& out, uint8_t* to, int count,
                                                      const uint4& v) {
-    if (out.vector) return __stcs(reinterpret_cast<uint4*>(to), v);
+    if (out.vector) return store_bulk(reinterpret_cast<uint4*>(to), v);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < 16; ++j) {

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats import INPUT_DTYPES, DType, short_name
 from te_dist.groups import GroupLike, group_name, holds_group
-from te_dist.quantizers.checks import check_small_tensor, group_refused
+from te_dist.quantizers.checks import check_has_dimensions, check_small_tensor, group_refused
 from te_dist.tensors.quantized_tensor import QuantizedTensor, register_loadable_quantizer, wrap
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import OpaqueBase, register_value_type
@@ -342,8 +342,7 @@ class Quantizer(OpaqueBase):
 
     def _check_shape(self, shape: Sequence[int]) -> None:
         """Raise ValueError if the format cannot hold a tensor of that shape."""
-        if len(shape) == 0:
-            raise ValueError(f"{type(self).__name__} expects at least one dimension")
+        check_has_dimensions(shape, type(self).__name__)
 
     def _check_out(self, x: Tensor, out: QuantizedStorage) -> None:
         name = type(self).__name__

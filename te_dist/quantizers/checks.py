@@ -25,6 +25,12 @@ def check_eps(value: float, what: str) -> float:
     return value
 
 
+def check_has_dimensions(shape: Sequence[int], what: str) -> None:
+    """A function and not a method: Dynamo of torch 2.11 cannot follow super() on a graph constant."""
+    if len(shape) == 0:
+        raise ValueError(f"{what} expects at least one dimension")
+
+
 def check_small_tensor(argument: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
     """The flags and seeds that kernels read through a pointer."""
     if not isinstance(tensor, Tensor):

@@ -12,7 +12,7 @@ from te_dist import kernels, reference
 from te_dist.formats import HADAMARD_SIGN_MASK, NVFP4_BLOCK_SIZE, DType, ceil_div, round_up
 from te_dist.groups import GroupLike, all_reduce_amax
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
-from te_dist.quantizers.checks import check_small_tensor, matrix_size
+from te_dist.quantizers.checks import check_has_dimensions, check_small_tensor, matrix_size
 from te_dist.tensors.nvfp4 import NVFP4TensorStorage
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -90,7 +90,7 @@ class NVFP4Quantizer(Quantizer):
         return HADAMARD_SIGN_MASK if self.with_random_sign_mask else 0
 
     def _check_shape(self, shape: Sequence[int]) -> None:
-        super()._check_shape(shape)
+        check_has_dimensions(shape, type(self).__name__)
         rows, cols = matrix_size(shape)
         name, given = type(self).__name__, f"got shape {list(shape)}"
         if self.rowwise and cols % 2:
