@@ -135,7 +135,9 @@ def _cut(storage: QuantizedStorage, start: int, end: int, column: bool, name: st
         scale = scale[:, start:end] if factor.format == "1x128" else scale[start:end]
         specs = quantizer._describe_buffers((end - start, cols), storage.dtype)
         buffers["_rowwise_data"] = data.view(rows, -1)[start:end] if rows else data.view(specs["_rowwise_data"][0])
-        buffers["_rowwise_scale_inv"] = padded(scale, *specs["_rowwise_scale_inv"][0]).contiguous()
+        # clone and not contiguous(): a single k block counts as contiguous with any stride, and scaled_mm looks at it.
+        fitted = padded(scale, *specs["_rowwise_scale_inv"][0])
+        buffers["_rowwise_scale_inv"] = fitted.clone(memory_format=torch.contiguous_format)
         if isinstance(storage, NVFP4TensorStorage):
             buffers["_amax_rowwise"] = storage._amax_rowwise
     return type(storage)(buffers, shape=(end - start, cols), dtype=storage.dtype, quantizer=quantizer)
