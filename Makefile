@@ -15,7 +15,8 @@ demo: $(VENV)/.installed
 test: lint typecheck unit
 
 unit: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	# One thread: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
