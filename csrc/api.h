@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "numerics/activation.h"
 #include "numerics/half.h"
 
 namespace te_dist {
@@ -20,6 +21,46 @@ struct Input {
   int64_t rows;    // M
   int64_t cols;    // K
   int64_t stride;  // elements from one row to the next, >= K
+};
+
+// What makes the matrix that a kernel consumes (te_dist/producers.py holds the same numbers).
+enum class Produce : int { kPlain = 0, kNorm = 1, kActivation = 2, kActivationGrad = 3 };
+
+// A vector along K of any float type; data null: none.
+struct Vector {
+  const void* data;
+  Float dtype;
+};
+
+// A matrix [M, K], as it lies in memory or as a norm or an activation makes it of `data`. rows and cols are those of
+// the made matrix, dtype is that of all its matrices, and stride is that of `data`. A gated activation reads its
+// second factor K columns further; a gated activation's gradient is [M, 2H] made of `grad` [M, H].
+// The GPU backend alone fuses: it takes bf16 (see te_dist/kernels.py); the others take plain sources here, and
+// `produce` makes the rest.
+struct Source : Input {
+  Produce kind = Produce::kPlain;
+  Activation activation = Activation::kGelu;
+  bool gated = false;
+  bool zero_centered = false;      // a norm's gain is 1 + weight
+  bool make_stats = false;         // mean and rstd are to be computed, else they are there
+  float eps = 0.0f;
+  const void* grad = nullptr;      // [M, K], or [M, K / 2] where gated
+  int64_t grad_stride = 0;
+  Vector weight{nullptr, Float::kF32};
+  Vector bias{nullptr, Float::kF32};
+  float* mean = nullptr;           // [M], null: RMSNorm
+  float* rstd = nullptr;           // [M]
+  float* partials = nullptr;       // null, or [ceil(M / 128), K]: column sums of the made matrix, per 128 rows
+};
+
+struct NormGrad {
+  Input x;
+  const void* grad;  // [M, K] of x's dtype
+  int64_t grad_stride;
+  Vector weight;
+  bool zero_centered;
+  const float* mean;  // null: RMSNorm
+  const float* rstd;
 };
 
 struct Output {
@@ -49,43 +90,50 @@ struct Nvfp4Options {
 // lane: number of threads on the CPU, the stream handle on a GPU.
 using Lane = int64_t;
 
-#define TED_DECLARE_BACKEND(backend)                                                                              \
-  namespace backend {                                                                                             \
-  /* amax <- max|x|, or max(amax, max|x|) if accumulate; a NaN wins and is stored canonically. */                 \
-  void amax(const Input& x, float* amax, bool accumulate, const float* noop, Lane lane);                          \
-  /* Cast with a given scale (delayed scaling). row [M,K], col [K,M]; scale_inv <- 1 / scale. */                  \
-  void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,  \
-                   const float* noop, Lane lane);                                                                 \
-  /* Cast with the scale that an amax on the device asks for (current scaling). */                                \
-  void cast_current(const Input& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,      \
-                    uint8_t* col, float* scale_inv, const float* noop, Lane lane);                                \
-  /* row [M,K], col [K,M]; fp32 scales: 1-D [ceil(K/128), rup(M,4)], 2-D [ceil(M/128), rup(ceil(K/128),4)], */    \
-  /* the column plane's with M and K swapped. */                                                                  \
-  void quantize_block(const Input& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,   \
-                      const float* noop, Lane lane);                                                              \
-  /* row and col [M,K] (not transposed); E8M0 scales [rup(M,128), rup(ceil(K/32),4)] and */                       \
-  /* [rup(ceil(M/32),4), rup(K,128)]. */                                                                          \
-  void quantize_mxfp8(const Input& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane);   \
-  /* amax of the row path |x| and of the column path, |RHT(x^T)| with the transform, |x| without. */              \
-  void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col,                  \
-                  const float* noop, Lane lane);                                                                  \
-  /* row [M,K/2], col [K,M/2]; E4M3 scales [rup(M,128), rup(ceil(K/16),4)] and M, K swapped. */                   \
-  void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,  \
-                      const Planes& out, const float* noop, Lane lane);                                           \
-  /* The dequantizers write [M,K]; columnwise says which plane `data` is. */                                      \
-  void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,                \
-                         const Output& out, Lane lane);                                                           \
-  void dequantize_block(const uint8_t* data, const float* scale, bool columnwise, int block_dim, Fp8 format,      \
-                        const Output& out, Lane lane);                                                            \
-  void dequantize_mxfp8(const uint8_t* data, const uint8_t* scale, bool columnwise, Fp8 format,                   \
-                        const Output& out, Lane lane);                                                            \
-  void dequantize_nvfp4(const uint8_t* data, const uint8_t* scale, const float* amax, bool columnwise,            \
-                        const Nvfp4Options& options, const Output& out, Lane lane);                               \
-  /* [rows, cols] bytes -> [cols, rows]; nibbles: [rows, cols/2] -> [cols, rows/2], rows and cols even. */        \
-  void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                   \
-  void transpose_nibbles(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                 \
-  /* [rows, cols] scale bytes into cuBLAS order; rows % 128 == 0, cols % 4 == 0. */                               \
-  void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                    \
+#define TED_DECLARE_BACKEND(backend)                                                                             \
+  namespace backend {                                                                                            \
+  /* amax <- max|x|, or max(amax, max|x|) if accumulate; a NaN wins and is stored canonically. */                \
+  void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);                        \
+  /* Cast with a given scale (delayed scaling). row [M,K], col [K,M]; scale_inv <- 1 / scale. */                 \
+  void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv, \
+                   const float* noop, Lane lane);                                                                \
+  /* Cast with the scale that an amax on the device asks for (current scaling). */                               \
+  void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,    \
+                    uint8_t* col, float* scale_inv, const float* noop, Lane lane);                               \
+  /* row [M,K], col [K,M]; fp32 scales: 1-D [ceil(K/128), rup(M,4)], 2-D [ceil(M/128), rup(ceil(K/128),4)], */   \
+  /* the column plane's with M and K swapped. */                                                                 \
+  void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out, \
+                      const float* noop, Lane lane);                                                             \
+  /* row and col [M,K] (not transposed); E8M0 scales [rup(M,128), rup(ceil(K/32),4)] and */                      \
+  /* [rup(ceil(M/32),4), rup(K,128)]. */                                                                         \
+  void quantize_mxfp8(const Source& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane); \
+  /* amax of the row path |x| and of the column path, |RHT(x^T)| with the transform, |x| without. */             \
+  void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,                \
+                  const float* noop, Lane lane);                                                                 \
+  /* row [M,K/2], col [K,M/2]; E4M3 scales [rup(M,128), rup(ceil(K/16),4)] and M, K swapped. */                  \
+  void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col, \
+                      const Planes& out, const float* noop, Lane lane);                                          \
+  /* The dequantizers write [M,K]; columnwise says which plane `data` is. */                                     \
+  void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,               \
+                         const Output& out, Lane lane);                                                          \
+  void dequantize_block(const uint8_t* data, const float* scale, bool columnwise, int block_dim, Fp8 format,     \
+                        const Output& out, Lane lane);                                                           \
+  void dequantize_mxfp8(const uint8_t* data, const uint8_t* scale, bool columnwise, Fp8 format,                  \
+                        const Output& out, Lane lane);                                                           \
+  void dequantize_nvfp4(const uint8_t* data, const uint8_t* scale, const float* amax, bool columnwise,           \
+                        const Nvfp4Options& options, const Output& out, Lane lane);                              \
+  /* [rows, cols] bytes -> [cols, rows]; nibbles: [rows, cols/2] -> [cols, rows/2], rows and cols even. */       \
+  void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                  \
+  void transpose_nibbles(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                \
+  /* [rows, cols] scale bytes into cuBLAS order; rows % 128 == 0, cols % 4 == 0. */                              \
+  void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane);                   \
+  /* out <- the source; out.data null: only its statistics and column sums. */                                   \
+  void produce(const Source& x, const Output& out, Lane lane);                                                   \
+  /* dx, and the partial column sums of grad * normalized x and of grad; either may be null. */                  \
+  void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials,       \
+                     Lane lane);                                                                                 \
+  /* partials [tiles, K] -> out [1, K]. */                                                                       \
+  void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane lane);                      \
   }
 
 TED_DECLARE_BACKEND(cpu)

@@ -1,6 +1,13 @@
-// te_dist._kernels: the entry points of api.h as functions of integers. Python passes addresses (0 is null),
-// sizes and codes; it owns every buffer and keeps it alive during the call.
-#include <pybind11/pybind11.h>
+// te_dist._kernels: the entry points of api.h as functions of numbers. Python passes addresses (0 is null), sizes and
+// codes by position; it owns every buffer and keeps it alive during the call.
+//
+// Python's own C interface, without a binding library: a call of 15 numbers costs a fraction of a microsecond, the
+// build needs nothing but Python's headers, and this file compiles in a second.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <new>
+#include <stdexcept>
 
 #include "api.h"
 #include "cpu/variants.h"
@@ -8,195 +15,427 @@
 namespace te_dist {
 namespace {
 
-namespace py = pybind11;
-using Address = std::uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-Input input(Address x, int dtype, int64_t rows, int64_t cols, int64_t stride) {
-  return Input{pointer<const void>(x), static_cast<Float>(dtype), rows, cols, stride};
-}
-
-Output output(Address out, int dtype, int64_t rows, int64_t cols) {
-  return Output{pointer<void>(out), static_cast<Float>(dtype), rows, cols};
-}
-
-Planes planes(Address row, Address row_scale, Address col, Address col_scale) {
-  return Planes{pointer<uint8_t>(row), pointer<void>(row_scale), pointer<uint8_t>(col),
-                pointer<void>(col_scale)};
-}
-
-Nvfp4Options nvfp4(bool two_d, bool hadamard, uint32_t signs, Address rng) {
-  return Nvfp4Options{two_d, hadamard, signs, pointer<const int64_t>(rng)};
-}
-
-// A backend is a table of functions, so that the list of signatures below exists once.
+// A backend is a table of functions; each Python function holds the address of its backend's as `self`.
 using Backend = cpu::KernelTable;
+
+struct BadArgument {};  // the Python error is set
+
+// Takes arguments in order.
+class Reader {
+ public:
+  Reader(const char* name, PyObject* const* args, Py_ssize_t count) : name_(name), args_(args), count_(count) {}
+
+  int64_t integer() { return to_integer(next()); }
+  bool flag() { return integer() != 0; }
+  Float dtype() { return static_cast<Float>(integer()); }
+  Fp8 fp8() { return static_cast<Fp8>(integer()); }
+  float number() {
+    const double value = PyFloat_AsDouble(next());
+    if (value == -1.0 && PyErr_Occurred() != nullptr) throw BadArgument{};
+    return static_cast<float>(value);
+  }
+  template <typename T>
+  T* pointer() {
+    return reinterpret_cast<T*>(static_cast<std::intptr_t>(integer()));
+  }
+  Input input() {
+    const void* data = pointer<const void>();
+    const Float type = dtype();
+    const int64_t rows = integer();
+    const int64_t cols = integer();
+    return Input{data, type, rows, cols, integer()};
+  }
+  Output output() {
+    void* data = pointer<void>();
+    const Float type = dtype();
+    const int64_t rows = integer();
+    return Output{data, type, rows, integer()};
+  }
+  Planes planes() {
+    uint8_t* row = pointer<uint8_t>();
+    void* row_scale = pointer<void>();
+    uint8_t* col = pointer<uint8_t>();
+    return Planes{row, row_scale, col, pointer<void>()};
+  }
+  Vector vector() {
+    const void* data = pointer<const void>();
+    return Vector{data, dtype()};
+  }
+  // Either five numbers in a row (a matrix), or one tuple with everything a producer has.
+  Source source() {
+    Source result;
+    if (at_ < count_ && PyTuple_Check(args_[at_])) {
+      PyObject* tuple = args_[at_++];
+      Reader fields(name_, reinterpret_cast<PyTupleObject*>(tuple)->ob_item, PyTuple_GET_SIZE(tuple));
+      fields.producer(result);
+      fields.end();
+    } else {
+      static_cast<Input&>(result) = input();
+    }
+    return result;
+  }
+  Lane last_lane() {
+    const Lane lane = integer();
+    end();
+    return lane;
+  }
+
+ private:
+  void producer(Source& to) {
+    static_cast<Input&>(to) = input();
+    to.kind = static_cast<Produce>(integer());
+    to.activation = static_cast<Activation>(integer());
+    to.gated = flag();
+    to.zero_centered = flag();
+    to.make_stats = flag();
+    to.eps = number();
+    to.grad = pointer<const void>();
+    to.grad_stride = integer();
+    to.weight = vector();
+    to.bias = vector();
+    to.mean = pointer<float>();
+    to.rstd = pointer<float>();
+    to.partials = pointer<float>();
+  }
+  PyObject* next() {
+    if (at_ < count_) return args_[at_++];
+    PyErr_Format(PyExc_TypeError, "_kernels.%s expects more than %zd arguments", name_, count_);
+    throw BadArgument{};
+  }
+  int64_t to_integer(PyObject* object) {
+    const long long value = PyLong_AsLongLong(object);
+    if (value == -1 && PyErr_Occurred() != nullptr) {
+      PyErr_Format(PyExc_TypeError, "_kernels.%s: argument %zd expects an integer but got %R", name_, at_ - 1, object);
+      throw BadArgument{};
+    }
+    return value;
+  }
+  void end() {
+    if (at_ == count_) return;
+    PyErr_Format(PyExc_TypeError, "_kernels.%s expects %zd arguments but got %zd", name_, at_, count_);
+    throw BadArgument{};
+  }
+
+  const char* name_;
+  PyObject* const* args_;
+  Py_ssize_t count_;
+  Py_ssize_t at_ = 0;
+};
+
+// Kernels never touch Python objects, and those of the CPU run for a while.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+template <typename Body>
+void without_gil(const Body& body) {
+  const WithoutGil released;
+  body();
+}
+
+using Function = void (*)(Reader&, const Backend&);
+
+struct Entry {
+  const char* name;
+  Function function;
+};
+
+const Entry kEntries[] = {
+    {"amax",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       float* amax = r.pointer<float>();
+       const bool accumulate = r.flag();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.amax(x, amax, accumulate, noop, lane); });
+     }},
+    {"cast_scaled",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       const float* scale = r.pointer<const float>();
+       const Fp8 format = r.fp8();
+       uint8_t* row = r.pointer<uint8_t>();
+       uint8_t* col = r.pointer<uint8_t>();
+       float* scale_inv = r.pointer<float>();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.cast_scaled(x, scale, format, row, col, scale_inv, noop, lane); });
+     }},
+    {"cast_current",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       const float* amax = r.pointer<const float>();
+       const float eps = r.number();
+       const bool power_of_2 = r.flag();
+       const Fp8 format = r.fp8();
+       uint8_t* row = r.pointer<uint8_t>();
+       uint8_t* col = r.pointer<uint8_t>();
+       float* scale_inv = r.pointer<float>();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.cast_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane); });
+     }},
+    {"quantize_block",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       const int block_dim = static_cast<int>(r.integer());
+       const float eps = r.number();
+       const bool power_of_2 = r.flag();
+       const Fp8 format = r.fp8();
+       const Planes out = r.planes();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.quantize_block(x, block_dim, eps, power_of_2, format, out, noop, lane); });
+     }},
+    {"quantize_mxfp8",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       const bool two_d = r.flag();
+       const Fp8 format = r.fp8();
+       const Planes out = r.planes();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.quantize_mxfp8(x, two_d, format, out, noop, lane); });
+     }},
+    {"amax_nvfp4",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       Nvfp4Options options{};
+       options.hadamard = r.flag();
+       options.signs = static_cast<uint32_t>(r.integer());
+       float* amax_row = r.pointer<float>();
+       float* amax_col = r.pointer<float>();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.amax_nvfp4(x, options, amax_row, amax_col, noop, lane); });
+     }},
+    {"quantize_nvfp4",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       Nvfp4Options options{};
+       options.two_d = r.flag();
+       options.hadamard = r.flag();
+       options.signs = static_cast<uint32_t>(r.integer());
+       options.rng = r.pointer<const int64_t>();
+       const float* amax_row = r.pointer<const float>();
+       const float* amax_col = r.pointer<const float>();
+       const Planes out = r.planes();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane); });
+     }},
+    {"dequantize_tensor",
+     [](Reader& r, const Backend& call) {
+       const uint8_t* data = r.pointer<const uint8_t>();
+       const bool columnwise = r.flag();
+       const Fp8 format = r.fp8();
+       const float* scale_inv = r.pointer<const float>();
+       const Output out = r.output();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.dequantize_tensor(data, columnwise, format, scale_inv, out, lane); });
+     }},
+    {"dequantize_block",
+     [](Reader& r, const Backend& call) {
+       const uint8_t* data = r.pointer<const uint8_t>();
+       const float* scale = r.pointer<const float>();
+       const bool columnwise = r.flag();
+       const int block_dim = static_cast<int>(r.integer());
+       const Fp8 format = r.fp8();
+       const Output out = r.output();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.dequantize_block(data, scale, columnwise, block_dim, format, out, lane); });
+     }},
+    {"dequantize_mxfp8",
+     [](Reader& r, const Backend& call) {
+       const uint8_t* data = r.pointer<const uint8_t>();
+       const uint8_t* scale = r.pointer<const uint8_t>();
+       const bool columnwise = r.flag();
+       const Fp8 format = r.fp8();
+       const Output out = r.output();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.dequantize_mxfp8(data, scale, columnwise, format, out, lane); });
+     }},
+    {"dequantize_nvfp4",
+     [](Reader& r, const Backend& call) {
+       const uint8_t* data = r.pointer<const uint8_t>();
+       const uint8_t* scale = r.pointer<const uint8_t>();
+       const float* amax = r.pointer<const float>();
+       const bool columnwise = r.flag();
+       Nvfp4Options options{};
+       options.hadamard = r.flag();
+       options.signs = static_cast<uint32_t>(r.integer());
+       const Output out = r.output();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.dequantize_nvfp4(data, scale, amax, columnwise, options, out, lane); });
+     }},
+#define TED_LAYOUT_ENTRY(name)                                        \
+  {#name, [](Reader& r, const Backend& call) {                        \
+     const uint8_t* in = r.pointer<const uint8_t>();                  \
+     const int64_t rows = r.integer();                                \
+     const int64_t cols = r.integer();                                \
+     uint8_t* out = r.pointer<uint8_t>();                             \
+     const Lane lane = r.last_lane();                                 \
+     without_gil([&] { call.name(in, rows, cols, out, lane); });      \
+   }}
+    TED_LAYOUT_ENTRY(transpose_bytes),
+    TED_LAYOUT_ENTRY(transpose_nibbles),
+    TED_LAYOUT_ENTRY(swizzle_scales),
+    {"produce",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       const Output out = r.output();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.produce(x, out, lane); });
+     }},
+    {"norm_backward",
+     [](Reader& r, const Backend& call) {
+       NormGrad from{};
+       from.x = r.input();
+       from.grad = r.pointer<const void>();
+       from.grad_stride = r.integer();
+       from.weight = r.vector();
+       from.zero_centered = r.flag();
+       from.mean = r.pointer<const float>();
+       from.rstd = r.pointer<const float>();
+       const Output dx = r.output();
+       float* weight_partials = r.pointer<float>();
+       float* bias_partials = r.pointer<float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.norm_backward(from, dx, weight_partials, bias_partials, lane); });
+     }},
+    {"reduce_partials",
+     [](Reader& r, const Backend& call) {
+       const float* partials = r.pointer<const float>();
+       const int64_t tiles = r.integer();
+       const Output out = r.output();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.reduce_partials(partials, tiles, out, lane); });
+     }},
+};
+constexpr size_t kEntryCount = sizeof(kEntries) / sizeof(kEntries[0]);
+
+struct Bound {
+  const Backend* backend;
+  const Entry* entry;
+  PyMethodDef definition;
+};
+
+PyObject* invoke(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
+  try {
+    Reader reader(bound->entry->name, args, count);
+    bound->entry->function(reader, *bound->backend);
+    Py_RETURN_NONE;
+  } catch (const BadArgument&) {
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// Adds `value` (a new reference, or null after an error) to a module.
+bool add(PyObject* module, const char* name, PyObject* value) {
+  if (value == nullptr) return false;
+  const int failed = PyModule_AddObjectRef(module, name, value);
+  Py_DECREF(value);
+  return failed == 0;
+}
+
+// The functions live as long as the process, and so does what they point to.
+bool bind_backend(PyObject* module, const Backend& backend) {
+  static Bound bound[2 * kEntryCount];
+  static size_t used = 0;
+  for (const Entry& entry : kEntries) {
+    Bound& one = bound[used++];
+    one.backend = &backend;
+    one.entry = &entry;
+    one.definition = PyMethodDef{entry.name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(invoke)),
+                                 METH_FASTCALL, nullptr};
+    PyObject* self = PyCapsule_New(&one, nullptr, nullptr);
+    if (self == nullptr) return false;
+    PyObject* function = PyCFunction_NewEx(&one.definition, self, nullptr);
+    Py_DECREF(self);
+    if (!add(module, entry.name, function)) return false;
+  }
+  return true;
+}
 
 #define TED_BACKEND(name)                                                                                 \
   Backend {                                                                                               \
     #name, name::amax, name::cast_scaled, name::cast_current, name::quantize_block, name::quantize_mxfp8, \
         name::amax_nvfp4, name::quantize_nvfp4, name::dequantize_tensor, name::dequantize_block,          \
         name::dequantize_mxfp8, name::dequantize_nvfp4, name::transpose_bytes, name::transpose_nibbles,   \
-        name::swizzle_scales                                                                              \
+        name::swizzle_scales, name::produce, name::norm_backward, name::reduce_partials                   \
   }
 
-#define TED_X Address x, int x_dtype, int64_t rows, int64_t cols, int64_t stride
-#define TED_X_ARGS py::arg("x"), py::arg("x_dtype"), py::arg("rows"), py::arg("cols"), py::arg("stride")
-#define TED_OUT Address out, int out_dtype, int64_t rows, int64_t cols
-#define TED_OUT_ARGS py::arg("out"), py::arg("out_dtype"), py::arg("rows"), py::arg("cols")
-#define TED_PLANES Address row, Address row_scale, Address col, Address col_scale
-#define TED_PLANES_ARGS py::arg("row"), py::arg("row_scale"), py::arg("col"), py::arg("col_scale")
-
-// Kernels never touch Python objects, and those of the CPU run for a while.
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
-
-void bind_per_tensor(py::module_& module, const Backend& call) {
-  module.def(
-      "amax",
-      [=](TED_X, Address amax, bool accumulate, Address noop, Lane lane) {
-        call.amax(input(x, x_dtype, rows, cols, stride), pointer<float>(amax), accumulate,
-                  pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("amax"), py::arg("accumulate"), py::arg("noop"), py::arg("lane"));
-  module.def(
-      "cast_scaled",
-      [=](TED_X, Address scale, int fp8, Address row, Address col, Address scale_inv, Address noop,
-          Lane lane) {
-        call.cast_scaled(input(x, x_dtype, rows, cols, stride), pointer<const float>(scale),
-                         static_cast<Fp8>(fp8), pointer<uint8_t>(row), pointer<uint8_t>(col),
-                         pointer<float>(scale_inv), pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("scale"), py::arg("fp8"), py::arg("row"), py::arg("col"),
-      py::arg("scale_inv"), py::arg("noop"), py::arg("lane"));
-  module.def(
-      "cast_current",
-      [=](TED_X, Address amax, float eps, bool power_of_2, int fp8, Address row, Address col,
-          Address scale_inv, Address noop, Lane lane) {
-        call.cast_current(input(x, x_dtype, rows, cols, stride), pointer<const float>(amax), eps, power_of_2,
-                          static_cast<Fp8>(fp8), pointer<uint8_t>(row), pointer<uint8_t>(col),
-                          pointer<float>(scale_inv), pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("amax"), py::arg("eps"), py::arg("power_of_2"), py::arg("fp8"),
-      py::arg("row"), py::arg("col"), py::arg("scale_inv"), py::arg("noop"), py::arg("lane"));
+PyObject* variant(PyObject*, PyObject*) {
+  try {
+    return PyUnicode_FromString(cpu::kernels().name);
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
 }
 
-void bind_blocks(py::module_& module, const Backend& call) {
-  module.def(
-      "quantize_block",
-      [=](TED_X, int block_dim, float eps, bool power_of_2, int fp8, TED_PLANES, Address noop, Lane lane) {
-        call.quantize_block(input(x, x_dtype, rows, cols, stride), block_dim, eps, power_of_2,
-                            static_cast<Fp8>(fp8), planes(row, row_scale, col, col_scale),
-                            pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("block_dim"), py::arg("eps"), py::arg("power_of_2"), py::arg("fp8"),
-      TED_PLANES_ARGS, py::arg("noop"), py::arg("lane"));
-  module.def(
-      "quantize_mxfp8",
-      [=](TED_X, bool two_d, int fp8, TED_PLANES, Address noop, Lane lane) {
-        call.quantize_mxfp8(input(x, x_dtype, rows, cols, stride), two_d, static_cast<Fp8>(fp8),
-                            planes(row, row_scale, col, col_scale), pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("two_d"), py::arg("fp8"), TED_PLANES_ARGS, py::arg("noop"),
-      py::arg("lane"));
-  module.def(
-      "amax_nvfp4",
-      [=](TED_X, bool hadamard, uint32_t signs, Address amax_row, Address amax_col, Address noop, Lane lane) {
-        call.amax_nvfp4(input(x, x_dtype, rows, cols, stride), nvfp4(false, hadamard, signs, 0),
-                        pointer<float>(amax_row), pointer<float>(amax_col), pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("hadamard"), py::arg("signs"), py::arg("amax_row"),
-      py::arg("amax_col"), py::arg("noop"), py::arg("lane"));
-  module.def(
-      "quantize_nvfp4",
-      [=](TED_X, bool two_d, bool hadamard, uint32_t signs, Address rng, Address amax_row, Address amax_col,
-          TED_PLANES, Address noop, Lane lane) {
-        call.quantize_nvfp4(input(x, x_dtype, rows, cols, stride), nvfp4(two_d, hadamard, signs, rng),
-                            pointer<const float>(amax_row), pointer<const float>(amax_col),
-                            planes(row, row_scale, col, col_scale), pointer<const float>(noop), lane);
-      },
-      WithoutGil(), TED_X_ARGS, py::arg("two_d"), py::arg("hadamard"), py::arg("signs"), py::arg("rng"),
-      py::arg("amax_row"), py::arg("amax_col"), TED_PLANES_ARGS, py::arg("noop"), py::arg("lane"));
+PyMethodDef variant_definition{"variant", variant, METH_NOARGS,
+                               "The instruction set that was chosen for this machine."};
+
+PyModuleDef cpu_definition{PyModuleDef_HEAD_INIT, "cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+#if defined(TED_WITH_CUDA)
+PyModuleDef cuda_definition{PyModuleDef_HEAD_INIT, "cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+#endif
+PyModuleDef definition{PyModuleDef_HEAD_INIT,
+                       "_kernels",
+                       "Quantization kernels of te_dist; te_dist/kernels.py is their caller.",
+                       -1,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr};
+
+bool add_backend(PyObject* module, PyModuleDef* backend_module, const Backend& backend) {
+  PyObject* inner = PyModule_Create(backend_module);
+  return inner != nullptr && bind_backend(inner, backend) && add(module, backend_module->m_name, inner);
 }
 
-void bind_dequantizers(py::module_& module, const Backend& call) {
-  module.def(
-      "dequantize_tensor",
-      [=](Address data, bool columnwise, int fp8, Address scale_inv, TED_OUT, Lane lane) {
-        call.dequantize_tensor(pointer<const uint8_t>(data), columnwise, static_cast<Fp8>(fp8),
-                               pointer<const float>(scale_inv), output(out, out_dtype, rows, cols), lane);
-      },
-      WithoutGil(), py::arg("data"), py::arg("columnwise"), py::arg("fp8"), py::arg("scale_inv"),
-      TED_OUT_ARGS, py::arg("lane"));
-  module.def(
-      "dequantize_block",
-      [=](Address data, Address scale, bool columnwise, int block_dim, int fp8, TED_OUT, Lane lane) {
-        call.dequantize_block(pointer<const uint8_t>(data), pointer<const float>(scale), columnwise,
-                              block_dim, static_cast<Fp8>(fp8), output(out, out_dtype, rows, cols), lane);
-      },
-      WithoutGil(), py::arg("data"), py::arg("scale"), py::arg("columnwise"), py::arg("block_dim"),
-      py::arg("fp8"), TED_OUT_ARGS, py::arg("lane"));
-  module.def(
-      "dequantize_mxfp8",
-      [=](Address data, Address scale, bool columnwise, int fp8, TED_OUT, Lane lane) {
-        call.dequantize_mxfp8(pointer<const uint8_t>(data), pointer<const uint8_t>(scale), columnwise,
-                              static_cast<Fp8>(fp8), output(out, out_dtype, rows, cols), lane);
-      },
-      WithoutGil(), py::arg("data"), py::arg("scale"), py::arg("columnwise"), py::arg("fp8"), TED_OUT_ARGS,
-      py::arg("lane"));
-  module.def(
-      "dequantize_nvfp4",
-      [=](Address data, Address scale, Address amax, bool columnwise, bool hadamard, uint32_t signs, TED_OUT,
-          Lane lane) {
-        call.dequantize_nvfp4(pointer<const uint8_t>(data), pointer<const uint8_t>(scale),
-                              pointer<const float>(amax), columnwise, nvfp4(false, hadamard, signs, 0),
-                              output(out, out_dtype, rows, cols), lane);
-      },
-      WithoutGil(), py::arg("data"), py::arg("scale"), py::arg("amax"), py::arg("columnwise"),
-      py::arg("hadamard"), py::arg("signs"), TED_OUT_ARGS, py::arg("lane"));
-}
-
-void bind_layout(py::module_& module, const Backend& call) {
-  const auto bind = [&](const char* name, decltype(&cpu::transpose_bytes) function) {
-    module.def(
-        name,
-        [=](Address in, int64_t rows, int64_t cols, Address out, Lane lane) {
-          function(pointer<const uint8_t>(in), rows, cols, pointer<uint8_t>(out), lane);
-        },
-        WithoutGil(), py::arg("in"), py::arg("rows"), py::arg("cols"), py::arg("out"), py::arg("lane"));
-  };
-  bind("transpose_bytes", call.transpose_bytes);
-  bind("transpose_nibbles", call.transpose_nibbles);
-  bind("swizzle_scales", call.swizzle_scales);
-}
-
-void bind_backend(py::module_& module, const Backend& call) {
-  bind_per_tensor(module, call);
-  bind_blocks(module, call);
-  bind_dequantizers(module, call);
-  bind_layout(module, call);
+bool fill(PyObject* module) {
+  static const Backend on_cpu = TED_BACKEND(cpu);
+  if (!add_backend(module, &cpu_definition, on_cpu)) return false;
+  PyObject* cpu_module = PyObject_GetAttrString(module, "cpu");
+  if (!add(cpu_module, "variant", PyCFunction_New(&variant_definition, nullptr))) return false;
+  Py_DECREF(cpu_module);
+#if defined(TED_WITH_CUDA)
+  static const Backend on_cuda = TED_BACKEND(cuda);
+  if (!add_backend(module, &cuda_definition, on_cuda)) return false;
+  const char* archs = TED_CUDA_ARCHS;
+  const bool has_cuda = true;
+#else
+  const char* archs = "";
+  const bool has_cuda = false;
+#endif
+  return add(module, "has_cuda", PyBool_FromLong(has_cuda)) &&
+         add(module, "cuda_archs", PyUnicode_FromString(archs));
 }
 
 }  // namespace
 }  // namespace te_dist
 
-PYBIND11_MODULE(_kernels, module) {
-  using namespace te_dist;
-  module.doc() = "Quantization kernels of te_dist; te_dist/kernels.py is their caller.";
-  py::module_ on_cpu = module.def_submodule("cpu");
-  bind_backend(on_cpu, TED_BACKEND(cpu));
-  on_cpu.def(
-      "variant", [] { return cpu::kernels().name; }, "The instruction set that was chosen for this machine.");
-#if defined(TED_WITH_CUDA)
-  py::module_ on_cuda = module.def_submodule("cuda");
-  bind_backend(on_cuda, TED_BACKEND(cuda));
-  module.attr("has_cuda") = true;
-  module.attr("cuda_archs") = TED_CUDA_ARCHS;
-#else
-  module.attr("has_cuda") = false;
-  module.attr("cuda_archs") = "";
-#endif
+PyMODINIT_FUNC PyInit__kernels() {
+  PyObject* module = PyModule_Create(&te_dist::definition);
+  if (module != nullptr && te_dist::fill(module)) return module;
+  Py_XDECREF(module);
+  return nullptr;
 }

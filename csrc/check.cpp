@@ -59,6 +59,55 @@ void input(const Input& x) {
   if (x.rows > 0 && x.cols > 0) required("the input", x.data, element_size(x.dtype));
 }
 
+void plain(const Source& x) {
+  input(x);
+  TED_CHECK(x.kind == Produce::kPlain && x.partials == nullptr,
+            "this kernel reads a matrix from memory, got a producer of kind ", static_cast<int>(x.kind));
+}
+
+static void vector(const char* name, const Vector& v) {
+  dtype(v.dtype);
+  aligned(name, v.data, element_size(v.dtype));
+}
+
+void source(const Source& x) {
+  const int kind = static_cast<int>(x.kind);
+  const int activation = static_cast<int>(x.activation);
+  TED_CHECK(kind >= 0 && kind <= 3, "unknown kind of producer ", kind);
+  TED_CHECK(activation >= 0 && activation <= 4, "unknown activation ", activation);
+  const bool doubled = x.kind == Produce::kActivation && x.gated;
+  Input data = x;
+  data.cols = doubled ? 2 * x.cols : x.cols;
+  input(data);
+  vector("the weight", x.weight);
+  vector("the bias", x.bias);
+  aligned("the partials", x.partials, alignof(float));
+  if (x.rows == 0 || x.cols == 0) return;
+  if (x.kind == Produce::kNorm) {
+    required("the weight", x.weight.data);
+    required("rstd", x.rstd, alignof(float));
+    aligned("mean", x.mean, alignof(float));
+  }
+  if (x.kind == Produce::kActivationGrad) {
+    required("the gradient", x.grad, element_size(x.dtype));
+    TED_CHECK(!x.gated || x.cols % 2 == 0, "a gated gradient has an even number of columns, got ", x.cols);
+    TED_CHECK(x.rows <= 1 || x.grad_stride >= x.cols / (x.gated ? 2 : 1),
+              "the gradient's row stride is too small: ", x.grad_stride);
+  }
+}
+
+void norm_grad(const NormGrad& from) {
+  input(from.x);
+  vector("the weight", from.weight);
+  if (from.x.rows == 0 || from.x.cols == 0) return;
+  required("the weight", from.weight.data);
+  required("the gradient", from.grad, element_size(from.x.dtype));
+  required("rstd", from.rstd, alignof(float));
+  aligned("mean", from.mean, alignof(float));
+  TED_CHECK(from.x.rows <= 1 || from.grad_stride >= from.x.cols,
+            "the gradient's row stride is too small: ", from.grad_stride);
+}
+
 void output(const Output& out) {
   dtype(out.dtype);
   shape(out.rows, out.cols);

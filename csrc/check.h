@@ -43,6 +43,10 @@ void fp8(Fp8 format);
 void shape(int64_t rows, int64_t cols);
 void input(const Input& x);
 void output(const Output& out);
+// A source that lies in memory: all that the CPU kernels quantize.
+void plain(const Source& x);
+void source(const Source& x);
+void norm_grad(const NormGrad& from);
 void block_dim(int value);
 // A plane is data plus scales: one without the other is a caller's mistake. The planes of an empty tensor
 // hold nothing, so their pointers say nothing.

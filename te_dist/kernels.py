@@ -17,8 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist import reference, torch_compat
+from te_dist import reference, reference_producers, torch_compat
 from te_dist.formats import HADAMARD_SIGN_MASK, DType
+from te_dist.producers import (
+    ACTIVATION_CODES,
+    ActivationGradient,
+    ActivationOutput,
+    NormOutput,
+    Producer,
+)
 
 _extension: ModuleType | None = None
 extension_error = ""
@@ -99,10 +106,40 @@ def _call(function: Any, device: torch.device, *args: Any) -> None:
             function(*args, torch_compat.current_raw_stream(device.index))
 
 
-def _input(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Pointer, dtype code, M, K and row stride; `x` is 2-D with unit stride along K."""
+def _input(x: Tensor | Producer) -> tuple[Any, ...]:
+    """Pointer, dtype code, M, K and row stride; `x` is 2-D with unit stride along K. A producer goes as one tuple."""
+    if isinstance(x, Producer):
+        return (_producer(x),)
     rows, cols = x.shape
     return x.data_ptr(), _FLOAT_CODE[x.dtype], rows, cols, max(x.stride(0), cols)
+
+
+def _vector(v: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if v is None else (v.data_ptr(), _FLOAT_CODE[v.dtype])
+
+
+def _producer(p: Producer) -> tuple[Any, ...]:
+    """The fields of csrc/api.h's Source, in order. Statistics are made by whoever is asked first."""
+    rows, cols = p.shape
+    stride = max(p.x.stride(0), p.x.shape[1])
+    partials, p.partials_ready = (0 if p.partials_ready else _ptr(p.partials)), True
+    head = (p.x.data_ptr(), _FLOAT_CODE[p.x.dtype], rows, cols, stride, p.kind)
+    if isinstance(p, NormOutput):
+        make_stats, p.stats_ready = not p.stats_ready, True
+        return (
+            *head, 0, False, p.zero_centered, make_stats, p.eps, 0, 0,
+            *_vector(p.weight), *_vector(p.bias), _ptr(p.mean), _ptr(p.rstd), partials,
+        )  # fmt: skip
+    if isinstance(p, ActivationOutput):
+        code = ACTIVATION_CODES[p.activation]
+        return (*head, code, p.gated, False, False, 0.0, 0, 0, 0, 0, *_vector(p.bias), 0, 0, partials)
+    if isinstance(p, ActivationGradient):
+        code, grad_stride = ACTIVATION_CODES[p.activation], max(p.grad.stride(0), p.grad.shape[1])
+        return (
+            *head, code, p.gated, False, False, 0.0, p.grad.data_ptr(), grad_stride,
+            0, 0, *_vector(p.bias), 0, 0, partials,
+        )  # fmt: skip
+    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials)
 
 
 def _ptr(tensor: Tensor | None) -> int:
@@ -132,9 +169,122 @@ def store(out: Tensor | None, value: Tensor | None, noop: Tensor | None) -> None
     out.copy_(value if noop is None else torch.where(noop.reshape(()) != 0, out, value))
 
 
+# ------------------------------------------------------------------------------------------------- producers
+# What the CUDA kernels make on the fly, for bf16: kernel -> kinds of producers.
+_FUSED: dict[str, tuple[type[Producer], ...]] = {}
+
+
+def _matrix(x: Tensor | Producer, kernel: str) -> Any:
+    """`x` as `kernel` can take it: a producer stays one only where it is fused."""
+    if not isinstance(x, Producer):
+        return x
+    if x.materialized is None or (x.partials is not None and not x.partials_ready):
+        fused = x.device.type == "cuda" and x.dtype == torch.bfloat16 and type(x) in _FUSED.get(kernel, ())
+        if fused and _backend(x.device, kernel) is not None:
+            return x
+        return materialize(x)
+    return x.materialized
+
+
+def materialize(p: Producer) -> Tensor:
+    """The produced matrix [M, K] in memory, with its statistics and column sums where it has any. Made once."""
+    made = p.materialized
+    if made is not None and (p.partials is None or p.partials_ready):
+        return made
+    kernel = _backend(p.device, "produce")
+    if kernel is not None:
+        out = None
+        if made is None:
+            out = made = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        _call(kernel, p.device, _producer(p), _ptr(out), _FLOAT_CODE[p.dtype], *p.shape)
+    else:
+        made = _materialize_by_reference(p)
+    p.materialized = made
+    return made
+
+
+def _materialize_by_reference(p: Producer) -> Tensor:
+    made = p.materialized
+    if isinstance(p, NormOutput) and made is None:
+        if not p.stats_ready:
+            mean, rstd = reference_producers.norm_stats(p.x, layer_norm=p.mean is not None, eps=p.eps)
+            store(p.mean, mean, None)
+            store(p.rstd, rstd, None)
+            p.stats_ready = True
+        made = reference_producers.norm_output(p.x, p.weight, p.bias, p.mean, p.rstd, zero_centered=p.zero_centered)
+    elif isinstance(p, ActivationOutput) and made is None:
+        made = reference_producers.activation_output(p.x, p.activation, p.gated, p.bias)
+    elif isinstance(p, ActivationGradient) and made is None:
+        made = reference_producers.activation_gradient(p.grad, p.x, p.activation, p.gated, p.bias)
+    if made is None:
+        raise TypeError(f"materialize got a {type(p).__name__}, which it cannot make")
+    if p.partials is not None and not p.partials_ready:
+        store(p.partials, reference_producers.column_partials(made.float()), None)
+        p.partials_ready = True
+    return made
+
+
+def column_sums(p: Producer, dtype: torch.dtype) -> Tensor:
+    """[K]: what the columns of a produced matrix add up to; ``want_column_sums`` was called before it was made."""
+    if p.partials is None:
+        raise ValueError(f"column_sums needs {type(p).__name__}.want_column_sums() before the matrix is made")
+    if not p.partials_ready:
+        materialize(p)
+    return reduce_partials(p.partials, dtype)
+
+
+def reduce_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [tiles, K] -> [K]."""
+    kernel = _backend(partials.device, "reduce_partials")
+    if kernel is None:
+        return reference_producers.reduce_partials(partials).to(dtype)
+    out = torch.empty(partials.shape[1], dtype=dtype, device=partials.device)
+    _call(kernel, partials.device, _ptr(partials), partials.shape[0], _ptr(out), _FLOAT_CODE[dtype], 1, out.shape[0])
+    return out
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    zero_centered: bool,
+    weight_grad: bool = True,
+    bias_grad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx [M, K] of x's dtype, and the gradients of weight and bias [K] of the weight's dtype where they are wanted."""
+    kernel = _backend(x.device, "norm_backward")
+    weight_partials: Tensor | None
+    bias_partials: Tensor | None
+    if kernel is None:
+        dx, weight_partials, bias_partials = reference_producers.norm_backward(
+            grad, x, weight, mean, rstd, zero_centered=zero_centered
+        )
+    else:
+        rows, cols = x.shape
+        tiles = -(-rows // 128)
+        dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
+        partials = torch.empty((weight_grad + bias_grad, tiles, cols), dtype=torch.float32, device=x.device)
+        weight_partials = partials[0] if weight_grad else None
+        bias_partials = partials[-1] if bias_grad else None
+        _call(
+            kernel, x.device, *_input(x), grad.data_ptr(), max(grad.stride(0), cols), *_vector(weight), zero_centered,
+            _ptr(mean), _ptr(rstd), _ptr(dx), _FLOAT_CODE[dx.dtype], rows, cols,
+            _ptr(weight_partials), _ptr(bias_partials),
+        )  # fmt: skip
+    return (
+        dx,
+        reduce_partials(weight_partials, weight.dtype) if weight_grad and weight_partials is not None else None,
+        reduce_partials(bias_partials, weight.dtype) if bias_grad and bias_partials is not None else None,
+    )
+
+
 # ------------------------------------------------------------------------------------------------- per tensor
-def amax(x: Tensor, out: Tensor, *, accumulate: bool = False, noop: Tensor | None = None) -> None:
+def amax(x: Tensor | Producer, out: Tensor, *, accumulate: bool = False, noop: Tensor | None = None) -> None:
     """out [1] <- max|x|, or the maximum of that and out."""
+    x = _matrix(x, "amax")
     kernel = _backend(x.device, "amax")
     if kernel is not None:
         _call(kernel, x.device, *_input(x), _ptr(out), accumulate, _ptr(noop))
@@ -144,7 +294,7 @@ def amax(x: Tensor, out: Tensor, *, accumulate: bool = False, noop: Tensor | Non
 
 
 def cast_scaled(
-    x: Tensor,
+    x: Tensor | Producer,
     scale: Tensor,
     row: Tensor | None,
     col: Tensor | None,
@@ -153,6 +303,7 @@ def cast_scaled(
     fp8: DType,
     noop: Tensor | None = None,
 ) -> None:
+    x = _matrix(x, "cast_scaled")
     kernel = _backend(x.device, "cast_scaled")
     if kernel is not None:
         _call(
@@ -166,7 +317,7 @@ def cast_scaled(
 
 
 def cast_current(
-    x: Tensor,
+    x: Tensor | Producer,
     amax: Tensor,
     row: Tensor | None,
     col: Tensor | None,
@@ -177,6 +328,7 @@ def cast_current(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
+    x = _matrix(x, "cast_current")
     kernel = _backend(x.device, "cast_current")
     if kernel is not None:
         _call(
@@ -203,7 +355,7 @@ def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DTyp
 
 # ------------------------------------------------------------------------------------------------- blockwise fp8
 def quantize_block(
-    x: Tensor,
+    x: Tensor | Producer,
     row: Tensor | None,
     row_scale: Tensor | None,
     col: Tensor | None,
@@ -215,6 +367,7 @@ def quantize_block(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
+    x = _matrix(x, "quantize_block")
     kernel = _backend(x.device, "quantize_block")
     if kernel is not None:
         _call(
@@ -241,7 +394,7 @@ def dequantize_block(data: Tensor, scale: Tensor, out: Tensor, *, fp8: DType, bl
 
 # ------------------------------------------------------------------------------------------------- mxfp8
 def quantize_mxfp8(
-    x: Tensor,
+    x: Tensor | Producer,
     row: Tensor | None,
     row_scale: Tensor | None,
     col: Tensor | None,
@@ -251,6 +404,7 @@ def quantize_mxfp8(
     two_d: bool,
     noop: Tensor | None = None,
 ) -> None:
+    x = _matrix(x, "quantize_mxfp8")
     kernel = _backend(x.device, "quantize_mxfp8")
     if kernel is not None:
         _call(
@@ -281,7 +435,7 @@ def _signs(random_signs: bool) -> int:
 
 
 def amax_nvfp4(
-    x: Tensor,
+    x: Tensor | Producer,
     amax_row: Tensor | None,
     amax_col: Tensor | None,
     *,
@@ -290,6 +444,7 @@ def amax_nvfp4(
     noop: Tensor | None = None,
 ) -> None:
     with_rht = with_rht and amax_col is not None  # the transform is the column plane's
+    x = _matrix(x, "amax_nvfp4")
     kernel = _backend(x.device, "amax_nvfp4")
     if kernel is not None:
         _call(
@@ -303,7 +458,7 @@ def amax_nvfp4(
 
 
 def quantize_nvfp4(
-    x: Tensor,
+    x: Tensor | Producer,
     amax_row: Tensor | None,
     amax_col: Tensor | None,
     row: Tensor | None,
@@ -318,6 +473,7 @@ def quantize_nvfp4(
     noop: Tensor | None = None,
 ) -> None:
     with_rht = with_rht and col is not None
+    x = _matrix(x, "quantize_nvfp4")
     kernel = _backend(x.device, "quantize_nvfp4")
     if kernel is not None:
         _call(

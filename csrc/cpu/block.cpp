@@ -88,7 +88,7 @@ void square_tile(const BlockJob& job, TileRows<T> x, int64_t m, int64_t k, int64
 
 }  // namespace
 
-void quantize_block(const Input& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
+void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
                     const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const int64_t down = ceil_div(x.rows, kBlock);

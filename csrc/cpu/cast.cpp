@@ -62,14 +62,14 @@ void cast_with(const Input& x, float scale, Fp8 format, uint8_t* row, uint8_t* c
 
 }  // namespace
 
-void amax(const Input& x, float* amax, bool accumulate, const float* noop, Lane lane) {
+void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const uint32_t found = tensor_magnitude(x, lane);
   const uint32_t before = accumulate ? bits_of(*amax) & kAbsMask : 0u;
   *amax = amax_of_bits(larger(found, before));
 }
 
-void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
+void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
                  const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const float factor = *scale;
@@ -77,7 +77,7 @@ void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, u
   cast_with(x, factor, format, row, col, lane);
 }
 
-void cast_current(const Input& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
+void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
                   uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const float largest = format == Fp8::kE4M3 ? E4M3::max : E5M2::max;

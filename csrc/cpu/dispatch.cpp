@@ -18,7 +18,7 @@ int supported_variants(const KernelTable** found) {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     found[count++] = &avx512::table;
   }
-  if (__builtin_cpu_supports("avx2")) found[count++] = &avx2::table;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2::table;
 #endif
   found[count++] = &baseline::table;
   return count;
@@ -56,16 +56,16 @@ const KernelTable& kernels() {
   return chosen;
 }
 
-void amax(const Input& x, float* amax, bool accumulate, const float* noop, Lane lane) {
-  check::input(x);
+void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane) {
+  check::plain(x);
   check_noop(noop);
   check::required("amax", amax, alignof(float));
   kernels().amax(x, amax, accumulate, noop, lane);
 }
 
-void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
+void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
                  const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   check::fp8(format);
   check_noop(noop);
   check::required("scale", scale, alignof(float));
@@ -73,9 +73,9 @@ void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, u
   kernels().cast_scaled(x, scale, format, row, col, scale_inv, noop, lane);
 }
 
-void cast_current(const Input& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
+void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
                   uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   check::fp8(format);
   check_noop(noop);
   check::required("amax", amax, alignof(float));
@@ -83,9 +83,9 @@ void cast_current(const Input& x, const float* amax, float eps, bool power_of_2,
   kernels().cast_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane);
 }
 
-void quantize_block(const Input& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
+void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
                     const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   check::fp8(format);
   check_noop(noop);
   check::block_dim(block_dim);
@@ -93,17 +93,17 @@ void quantize_block(const Input& x, int block_dim, float eps, bool power_of_2, F
   if (!is_empty(x)) kernels().quantize_block(x, block_dim, eps, power_of_2, format, out, noop, lane);
 }
 
-void quantize_mxfp8(const Input& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
-  check::input(x);
+void quantize_mxfp8(const Source& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
+  check::plain(x);
   check::fp8(format);
   check_noop(noop);
   check::planes(out, 1, is_empty(x));
   if (!is_empty(x)) kernels().quantize_mxfp8(x, two_d, format, out, noop, lane);
 }
 
-void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                 const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   check_noop(noop);
   check::aligned("amax_row", amax_row, alignof(float));
   check::aligned("amax_col", amax_col, alignof(float));
@@ -111,9 +111,9 @@ void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, fl
   kernels().amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
 }
 
-void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   check_noop(noop);
   check::planes(out, 1, is_empty(x));
   check::aligned("rng", options.rng, alignof(int64_t));
@@ -186,6 +186,31 @@ void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out,
   check::required("the input", in);
   check::required("the output", out);
   kernels().swizzle_scales(in, rows, cols, out, lane);
+}
+
+void produce(const Source& x, const Output& out, Lane lane) {
+  check::source(x);
+  TED_CHECK(out.data == nullptr || (out.rows == x.rows && out.cols == x.cols && out.dtype == x.dtype),
+            "the output must have the source's shape and dtype");
+  if (!is_empty(x)) kernels().produce(x, out, lane);
+}
+
+void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials,
+                   Lane lane) {
+  check::norm_grad(from);
+  check::output(dx);
+  TED_CHECK(dx.rows == from.x.rows && dx.cols == from.x.cols && dx.dtype == from.x.dtype,
+            "dx must have x's shape and dtype");
+  check::aligned("the weight's partials", weight_partials, alignof(float));
+  check::aligned("the bias's partials", bias_partials, alignof(float));
+  if (!is_empty(from.x)) kernels().norm_backward(from, dx, weight_partials, bias_partials, lane);
+}
+
+void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane lane) {
+  check::output(out);
+  TED_CHECK(tiles >= 0 && out.rows == 1, "the output is one row, and there cannot be ", tiles, " tiles");
+  if (tiles > 0) check::required("the partials", partials, alignof(float));
+  kernels().reduce_partials(partials, tiles, out, lane);
 }
 
 }  // namespace cpu

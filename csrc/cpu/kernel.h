@@ -39,6 +39,9 @@ decltype(cpu::dequantize_nvfp4) dequantize_nvfp4;
 decltype(cpu::transpose_bytes) transpose_bytes;
 decltype(cpu::transpose_nibbles) transpose_nibbles;
 decltype(cpu::swizzle_scales) swizzle_scales;
+decltype(cpu::produce) produce;
+decltype(cpu::norm_backward) norm_backward;
+decltype(cpu::reduce_partials) reduce_partials;
 
 namespace {
 

@@ -98,7 +98,7 @@ void square_tile(const MxJob& job, TileRows<T> x, int64_t m, int64_t k, int64_t 
 
 }  // namespace
 
-void quantize_mxfp8(const Input& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
+void quantize_mxfp8(const Source& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const int64_t down = ceil_div(x.rows, kBlock);
   const int64_t across = ceil_div(x.cols, kBlock);

@@ -224,7 +224,7 @@ Maxima amaxes_of_tile(const Input& input, const Nvfp4Options& options, int64_t m
 
 }  // namespace
 
-void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                 const float* noop, Lane lane) {
   if (skipped(noop)) return;
   if (!options.hadamard || amax_col == nullptr) {
@@ -248,7 +248,7 @@ void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, fl
   *amax_col = amax_of_bits(result.col);
 }
 
-void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const int64_t across = ceil_div(x.cols, kBlock);

@@ -20,6 +20,9 @@ const KernelTable table{TED_TEXT(TED_VARIANT),
                         dequantize_nvfp4,
                         transpose_bytes,
                         transpose_nibbles,
-                        swizzle_scales};
+                        swizzle_scales,
+                        produce,
+                        norm_backward,
+                        reduce_partials};
 
 TED_END_VARIANT

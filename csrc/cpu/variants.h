@@ -25,6 +25,9 @@ struct KernelTable {
   decltype(&cpu::transpose_bytes) transpose_bytes;
   decltype(&cpu::transpose_nibbles) transpose_nibbles;
   decltype(&cpu::swizzle_scales) swizzle_scales;
+  decltype(&cpu::produce) produce;
+  decltype(&cpu::norm_backward) norm_backward;
+  decltype(&cpu::reduce_partials) reduce_partials;
 };
 
 // The variant chosen for this machine, at load.

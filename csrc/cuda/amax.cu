@@ -136,7 +136,7 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
   });
 }
 
-void amax(const Input& x, float* amax, bool accumulate, const float* noop, Lane lane) {
+void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane) {
   check::input(x);
   check::required("amax", amax, sizeof(float));
   launch_amax(x, amax, nullptr, accumulate, noop, lane);

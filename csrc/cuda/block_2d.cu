@@ -70,7 +70,7 @@ void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane la
   });
 }
 
-void quantize_block(const Input& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
+void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
                     const float* noop, Lane lane) {
   check::input(x);
   check::block_dim(block_dim);

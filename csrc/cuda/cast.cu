@@ -154,14 +154,14 @@ void launch_cast(const Input& x, Fp8 format, uint8_t* row, uint8_t* col, const C
 
 }  // namespace
 
-void cast_scaled(const Input& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
+void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
                  const float* noop, Lane lane) {
   check::input(x);
   check::required("scale", scale, sizeof(float));
   launch_cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, noop}, lane);
 }
 
-void cast_current(const Input& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
+void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
                   uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
   check::input(x);
   check::required("amax", amax, sizeof(float));

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
 
 }  // namespace
 
-void quantize_mxfp8(const Input& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
+void quantize_mxfp8(const Source& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
   check::input(x);
   const bool empty = x.rows == 0 || x.cols == 0;
   check::planes(out, 1, empty);

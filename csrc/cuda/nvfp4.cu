@@ -667,7 +667,7 @@ __global__ void __launch_bounds__(NvConfig::kAmaxThreads, NvConfig::kAmaxBlocksP
 
 }  // namespace
 
-void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                 const float* noop, Lane lane) {
   check::input(x);
   check::hadamard(options, x.rows);
@@ -691,7 +691,7 @@ void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, fl
   });
 }
 
-void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
   check::input(x);
   const bool empty = x.rows == 0 || x.cols == 0;

@@ -17,6 +17,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats import INPUT_DTYPES, DType, short_name
 from te_dist.groups import GroupLike, group_name, holds_group
+from te_dist.producers import Producer
 from te_dist.quantizers.checks import check_has_dimensions, check_small_tensor, group_refused
 from te_dist.tensors.quantized_tensor import QuantizedTensor, register_loadable_quantizer, wrap
 from te_dist.tensors.storage import QuantizedStorage
@@ -264,6 +265,26 @@ class Quantizer(OpaqueBase):
         self._quantize_into(kernels.as_rows(x.detach()), out, amax_reduction_group, noop, rng_state)
         return out
 
+    def quantize_produced(
+        self,
+        producer: Producer,
+        shape: Sequence[int],
+        *,
+        amax_reduction_group: GroupLike | None = None,
+        rng_state: Tensor | None = None,
+    ) -> QuantizedStorage:
+        """Quantize what a producer describes, as a tensor of `shape` [..., K]: same bits as quantizing the matrix.
+
+        For use inside ops, whose arguments are checked already. Where the format rounds stochastically, the state
+        is drawn from torch's generator if it is not given.
+        """
+        self._check_shape(shape)
+        buffers = self.alloc_tensors(shape, device=producer.device, dtype=producer.dtype)
+        out = self.storage_cls(buffers, shape=shape, dtype=producer.dtype, quantizer=self)
+        rng_state = self._draw_rng(producer.x, rng_state)
+        self._quantize_into(producer, out, amax_reduction_group, None, rng_state)
+        return out
+
     # No __call__: torch 2.11 takes a callable argument of a mutating op for a subgraph.
     def make_tensor(self, x: Tensor, **kwargs: Any) -> QuantizedTensor:
         """Quantize to a QuantizedTensor, a tensor that PyTorch knows. Gradients pass straight through."""
@@ -273,13 +294,13 @@ class Quantizer(OpaqueBase):
 
     def _quantize_into(
         self,
-        x: Tensor,
+        x: Tensor | Producer,
         out: QuantizedStorage,
         group: GroupLike | None,
         noop: Tensor | None,
         rng_state: Tensor | None,
     ) -> None:
-        """Fill `out` from the matrix `x` [M, K]; everything has been checked."""
+        """Fill `out` from the matrix `x` [M, K], or from what makes it; everything has been checked."""
         raise NotImplementedError(f"{type(self).__name__} must define _quantize_into")
 
     def _quantize_compiled(

@@ -11,6 +11,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats import BLOCK_SIZE, DType, ceil_div, round_up, short_name
 from te_dist.groups import GroupLike, resolve_group
+from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
 from te_dist.quantizers.checks import check_eps, check_fp8_dtype, matrix_size
 from te_dist.tensors.blockwise import Float8BlockwiseQTensorStorage
@@ -85,7 +86,7 @@ class Float8BlockQuantizer(Quantizer):
 
     def _quantize_into(
         self,
-        x: Tensor,
+        x: Tensor | Producer,
         out: QuantizedStorage,
         group: GroupLike | None,
         noop: Tensor | None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats import DType, short_name
 from te_dist.groups import GroupLike, all_reduce_amax, holds_group
+from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
 from te_dist.quantizers.checks import (
     check_eps,
@@ -78,7 +79,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
 
     def _quantize_into(
         self,
-        x: Tensor,
+        x: Tensor | Producer,
         out: QuantizedStorage,
         group: GroupLike | None,
         noop: Tensor | None,
@@ -154,7 +155,7 @@ class Float8Quantizer(Float8QuantizerBase):
 
     def _quantize_into(
         self,
-        x: Tensor,
+        x: Tensor | Producer,
         out: QuantizedStorage,
         group: GroupLike | None,
         noop: Tensor | None,
@@ -175,7 +176,7 @@ class Float8Quantizer(Float8QuantizerBase):
             kernels.amax(amax.view(1, 1), self.amax, accumulate=True, noop=noop)
         self._cast_into(x, out, noop)
 
-    def _cast_into(self, x: Tensor, out: QuantizedStorage, noop: Tensor | None) -> None:
+    def _cast_into(self, x: Tensor | Producer, out: QuantizedStorage, noop: Tensor | None) -> None:
         out = cast(Float8TensorStorage, out)
         kernels.cast_scaled(
             x,

@@ -8,8 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from te_dist import kernels
 from te_dist.formats import DType, short_name
 from te_dist.groups import GroupLike, resolve_group
+from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
 from te_dist.tensors.identity import IdentityTensorStorage
 from te_dist.tensors.storage import QuantizedStorage
@@ -57,7 +59,7 @@ class IdentityQuantizer(Quantizer):
 
     def _quantize_into(
         self,
-        x: Tensor,
+        x: Tensor | Producer,
         out: QuantizedStorage,
         group: GroupLike | None,
         noop: Tensor | None,
@@ -67,5 +69,5 @@ class IdentityQuantizer(Quantizer):
             resolve_group(group)
         # A copy: a storage owns its data, so that writing into one never reaches the tensor it was made from.
         data = cast(IdentityTensorStorage, out)._hp_data
-        value = x.view(data.shape)
+        value = (kernels.materialize(x) if isinstance(x, Producer) else x).view(data.shape)
         data.copy_(value if noop is None else torch.where(noop != 0, data, value.to(data.dtype)))

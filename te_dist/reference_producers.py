@@ -1,0 +1,185 @@
+"""Norms, activations and column sums in plain PyTorch: the definition that the C++ and CUDA kernels equal bit for bit.
+
+Sums of floats depend on their order, so the order is part of the definition. It was chosen so that a warp or a
+thread block adds without waiting: see ``row_sums`` and ``column_sums``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import ceil_div
+
+ROW_ACCUMULATORS = 1024
+COLUMN_SLOTS = 32
+
+
+def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """a * b + c, rounded once, in float32.
+
+    The product is exact in float64. The sum is rounded to odd there, so that the second rounding cannot go wrong.
+    """
+    product = a.double() * (b.double() if isinstance(b, Tensor) else b)
+    addend = c.double() if isinstance(c, Tensor) else torch.full_like(product, c)
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)  # exactly what `total` lost
+    bits = total.view(torch.int64)
+    inexact = (error != 0) & error.isfinite()
+    too_large = inexact & ((error < 0) == (total > 0))
+    odd = torch.where(inexact, (bits - too_large.long()) | 1, bits)
+    return odd.view(torch.float64).float()
+
+
+def _fold(x: Tensor, dim: int) -> Tensor:
+    """Halves a dimension of 2^n by adding its upper half to its lower one, until one entry is left."""
+    while x.shape[dim] > 1:
+        half = x.shape[dim] // 2
+        x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+    return x
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """[M, K] float32 -> [M]: 1024 accumulators take every 1024th value in turn, then fold.
+
+    Accumulator 256 w + 8 l + j is value j of lane l's w-th vector: vectors fold first, then w, then the lanes.
+    """
+    rows, cols = values.shape
+    chunks = max(1, ceil_div(cols, ROW_ACCUMULATORS))
+    padded = torch.nn.functional.pad(values, (0, chunks * ROW_ACCUMULATORS - cols)).view(rows, chunks, ROW_ACCUMULATORS)
+    total = torch.zeros_like(padded[:, 0])
+    for chunk in range(chunks):
+        total = total + padded[:, chunk]
+    return _fold(_fold(_fold(total.view(rows, 4, 32, 8), 3), 1), 2).reshape(rows)
+
+
+def column_partials(values: Tensor) -> Tensor:
+    """[M, K] float32 -> [ceil(M / 128), K]: 16 groups of 8 rows each add up in order, then fold."""
+    rows, cols = values.shape
+    tiles = ceil_div(rows, 128)
+    padded = torch.nn.functional.pad(values, (0, 0, 0, tiles * 128 - rows)).view(tiles, 16, 8, cols)
+    total = torch.zeros_like(padded[:, :, 0])
+    for row in range(8):
+        total = total + padded[:, :, row]
+    return _fold(total, 1).reshape(tiles, cols)
+
+
+def reduce_partials(partials: Tensor) -> Tensor:
+    """[tiles, K] -> [K]: 32 slots take every 32nd tile in turn, then fold."""
+    tiles, cols = partials.shape
+    rounds = max(1, ceil_div(tiles, COLUMN_SLOTS))
+    padded = torch.nn.functional.pad(partials, (0, 0, 0, rounds * COLUMN_SLOTS - tiles)).view(
+        rounds, COLUMN_SLOTS, cols
+    )
+    total = torch.zeros_like(padded[0])
+    for step in range(rounds):
+        total = total + padded[step]
+    return _fold(total, 0).reshape(cols)
+
+
+def column_sums(values: Tensor) -> Tensor:
+    return reduce_partials(column_partials(values))
+
+
+# ------------------------------------------------------------------------------------------------- activations
+def _sigmoid(z: Tensor) -> Tensor:
+    t = z * -float.fromhex("0x1.715476p+0")
+    t = torch.where(t > 125, torch.full_like(t, 125), t)
+    t = torch.where(t < -125, torch.full_like(t, -125), t)
+    shift = 12582912.0
+    shifted = t + shift
+    f = t - (shifted - shift)
+    p = torch.full_like(f, float.fromhex("0x1.5bba14p-10"))
+    for coefficient in ("0x1.3cea88p-7", "0x1.c6b752p-5", "0x1.ebf9bcp-3", "0x1.62e42ap-1", "0x1p0"):
+        p = fma(p, f, float.fromhex(coefficient))
+    power = (p.view(torch.int32) + (shifted.view(torch.int32) << 23)).view(torch.float32)
+    return torch.ones_like(power) / (1.0 + power)
+
+
+def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Value and slope of an activation, in float32."""
+    if activation == "relu":
+        off = x <= 0
+        zero = torch.zeros_like(x)
+        return torch.where(off, zero, x), torch.where(off, zero, torch.ones_like(x))
+    if activation == "srelu":
+        positive = torch.where(x <= 0, torch.zeros_like(x), x)
+        return positive * positive, positive + positive
+    if activation == "silu":
+        z = w = x
+    elif activation == "qgelu":
+        z = w = float.fromhex("0x1.b3b646p+0") * x
+    elif activation == "gelu":
+        a = float.fromhex("0x1.988454p+0")
+        square = x * x
+        z = x * fma(square, float.fromhex("0x1.2444f2p-4"), a)
+        w = x * fma(square, float.fromhex("0x1.b6676cp-3"), a)
+    else:
+        raise ValueError(f"activation expects gelu, qgelu, relu, srelu or silu but got {activation!r}")
+    s = _sigmoid(z)
+    return x * s, s * fma(w, 1.0 - s, 1.0)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.float() if bias is None else x.float() + bias.float()
+
+
+def activation_output(x: Tensor, activation: str, gated: bool, bias: Tensor | None) -> Tensor:
+    wide = _with_bias(x, bias)
+    if not gated:
+        return activate(wide, activation)[0].to(x.dtype)
+    first, second = wide.chunk(2, dim=1)
+    return (activate(first, activation)[0] * second).to(x.dtype)
+
+
+def activation_gradient(grad: Tensor, x: Tensor, activation: str, gated: bool, bias: Tensor | None) -> Tensor:
+    wide, dy = _with_bias(x, bias), grad.float()
+    if not gated:
+        return (dy * activate(wide, activation)[1]).to(x.dtype)
+    first, second = wide.chunk(2, dim=1)
+    value, slope = activate(first, activation)
+    return torch.cat([dy * second * slope, dy * value], dim=1).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------- norms
+def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + 1.0 if zero_centered else weight.float()
+
+
+def norm_stats(x: Tensor, *, layer_norm: bool, eps: float) -> tuple[Tensor | None, Tensor]:
+    """Mean (None for RMSNorm) and reciprocal standard deviation of every row."""
+    wide = x.float()
+    count = torch.full((), float(x.shape[1]), dtype=torch.float32, device=x.device)
+    mean = row_sums(wide) / count if layer_norm else None
+    centered = wide if mean is None else wide - mean[:, None]
+    variance = row_sums(centered * centered) / count
+    # By way of float64, whose square root rounds to the right float32: torch's own one is a unit off now and then.
+    deviation = (variance + torch.full_like(count, eps)).double().sqrt().float()
+    return mean, torch.ones_like(deviation) / deviation
+
+
+def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    centered = x.float() if mean is None else x.float() - mean[:, None]
+    return centered * rstd[:, None]
+
+
+def norm_output(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, *, zero_centered: bool
+) -> Tensor:
+    result = _normalized(x, mean, rstd) * _gain(weight, zero_centered)
+    return (result if bias is None else result + bias.float()).to(x.dtype)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the column partials of the weight's and the bias's gradients."""
+    dy, normal = grad.float(), _normalized(x, mean, rstd)
+    count = torch.full((), float(x.shape[1]), dtype=torch.float32, device=x.device)
+    scaled = dy * _gain(weight, zero_centered)
+    inner = scaled
+    if mean is not None:
+        inner = inner - (row_sums(scaled) / count)[:, None]
+    inner = inner - normal * (row_sums(scaled * normal) / count)[:, None]
+    return (inner * rstd[:, None]).to(x.dtype), column_partials(dy * normal), column_partials(dy)

@@ -1,0 +1,300 @@
+"""Norms, activations and their gradients: kernels equal the reference bit for bit, the reference is right, and a
+quantize that makes its input on the fly gives the bytes of a quantize that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    DTYPES,
+    QUANTIZERS,
+    assert_equal_with_nan,
+    assert_same_bytes,
+    assert_same_storage,
+    fits,
+    on,
+    rng_for,
+    special_values,
+    varied,
+)
+from torch import Tensor
+
+import te_dist
+from te_dist import kernels, reference_producers
+from te_dist.producers import (
+    ACTIVATIONS,
+    ActivationGradient,
+    ActivationOutput,
+    NormOutput,
+    Plain,
+    Producer,
+    split_activation,
+)
+
+# One row, odd, below and above the 1024 accumulators of a row's sum and the 128 rows of a partial column sum.
+MATRICES = ((0, 32), (1, 16), (3, 5), (17, 48), (130, 258), (144, 272), (300, 1000), (9, 3001), (4200, 8))
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return varied((rows, cols), dtype, seed)
+
+
+def norm(x: Tensor, layer_norm: bool, weight_dtype: torch.dtype, zero_centered: bool = False) -> NormOutput:
+    rows, cols = x.shape
+    weight, bias = (matrix(1, cols, weight_dtype, seed)[0].to(x.device) for seed in (1, 2))
+    stats = torch.empty(2, rows, device=x.device)
+    return NormOutput(
+        x,
+        weight,
+        bias if layer_norm else None,
+        stats[0] if layer_norm else None,
+        stats[1],
+        eps=1e-5,
+        zero_centered=zero_centered,
+    )
+
+
+def activation(x: Tensor, name: str, with_bias: bool = True) -> ActivationOutput:
+    bias = matrix(1, x.shape[1], x.dtype, 3)[0].to(x.device) if with_bias else None
+    return ActivationOutput(x, name, bias)
+
+
+def gradient(x: Tensor, name: str, with_bias: bool = True) -> ActivationGradient:
+    made = activation(x, name, with_bias)
+    grad = matrix(*made.shape, x.dtype, 4).to(x.device)
+    return ActivationGradient(grad, x, name, made.bias)
+
+
+def made_by(build: Callable[[Tensor], Producer], x: Tensor, device: str) -> tuple[Producer, Producer]:
+    """The same matrix twice, by the kernels on `device` and by the reference, with column sums."""
+    mine, theirs = build(x.to(device)), build(x)
+    for producer in (mine, theirs):
+        producer.want_column_sums()
+    kernels.materialize(mine)
+    with te_dist.use_backend("reference"):
+        kernels.materialize(theirs)
+    return mine, theirs
+
+
+def check_made(build: Callable[[Tensor], Producer], x: Tensor, device: str, what: str) -> None:
+    mine, theirs = made_by(build, x, device)
+    assert_equal_with_nan(mine.materialized.cpu(), theirs.materialized, what)
+    assert_equal_with_nan(mine.partials.cpu(), theirs.partials, f"{what} partials")
+    if isinstance(mine, NormOutput):
+        assert_equal_with_nan(mine.rstd.cpu(), theirs.rstd, f"{what} rstd")
+        if mine.mean is not None:
+            assert_equal_with_nan(mine.mean.cpu(), theirs.mean, f"{what} mean")
+    for dtype in DTYPES:
+        sums = kernels.column_sums(mine, dtype)
+        with te_dist.use_backend("reference"):
+            expected = kernels.column_sums(theirs, dtype)
+        assert_equal_with_nan(sums.cpu(), expected, f"{what} column sums")
+
+
+# ------------------------------------------------------------------------------------------------- exactness
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+def test_norms_equal_the_reference(device: str, dtype: torch.dtype, layer_norm: bool) -> None:
+    for shape in MATRICES:
+        for weight_dtype, zero_centered in ((dtype, False), (torch.float32, True)):
+            what = f"{shape} weight {weight_dtype} zero_centered {zero_centered}"
+            check_made(lambda x: norm(x, layer_norm, weight_dtype, zero_centered), matrix(*shape, dtype), device, what)  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_the_reference(device: str, dtype: torch.dtype, name: str) -> None:
+    for rows, cols in MATRICES:
+        cols += cols % 2
+        x = matrix(rows, cols, dtype)
+        for build in (activation, gradient):
+            for with_bias in (False, True):
+                what = f"{build.__name__} {rows}x{cols} bias {with_bias}"
+                check_made(lambda x: build(x, name, with_bias), x, device, what)  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", range(14))
+def test_special_values_equal_the_reference(device: str, dtype: torch.dtype, case: int) -> None:
+    what, x = list(special_values(dtype))[case]
+    for name in ("gelu", "relu", "srelu", "swiglu"):
+        check_made(lambda x: activation(x, name, False), x, device, f"{what} {name}")  # noqa: B023
+        check_made(lambda x: gradient(x, name, False), x, device, f"{what} d{name}")  # noqa: B023
+    for layer_norm in (False, True):
+        check_made(lambda x: norm(x, layer_norm, dtype), x, device, f"{what} norm")  # noqa: B023
+
+
+def test_every_bf16_value_has_the_same_activation(device: str) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16).view(256, 256)
+    for name in ("gelu", "qgelu", "relu", "srelu", "silu"):
+        check_made(lambda x: ActivationOutput(x, name), every, device, name)  # noqa: B023
+        ones = torch.ones(256, 256, dtype=torch.bfloat16)
+        check_made(lambda x: ActivationGradient(ones.to(x.device), x, name), every, device, f"d{name}")  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norm_gradients_equal_the_reference(
+    device: str, dtype: torch.dtype, layer_norm: bool, zero_centered: bool
+) -> None:
+    for shape in MATRICES:
+        x = matrix(*shape, dtype)
+        forward = norm(x, layer_norm, torch.float32, zero_centered)
+        with te_dist.use_backend("reference"):
+            kernels.materialize(forward)
+        args = [matrix(*shape, dtype, 5), x, forward.weight, forward.mean, forward.rstd]
+        options = {"zero_centered": zero_centered, "bias_grad": layer_norm}
+        with te_dist.use_backend("reference"):
+            expected = kernels.norm_backward(*args, **options)
+        actual = kernels.norm_backward(*[None if t is None else t.to(device) for t in args], **options)
+        for name, a, e in zip(("dx", "weight", "bias"), actual, expected, strict=True):
+            assert (a is None) == (e is None)
+            if a is not None:
+                assert_equal_with_nan(a.cpu(), e, f"{shape} {name}")
+
+
+@pytest.mark.parametrize("planes", [(True, False), (False, True), (True, True)], ids=["row", "column", "both"])
+@pytest.mark.parametrize("format", QUANTIZERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_quantizing_a_producer_equals_quantizing_its_matrix(
+    device: str, format: str, planes: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    # On the CPU every producer is materialized first, whatever the shape.
+    shapes = ((144, 272),) if device == "cpu" else ((16, 32), (144, 272), (130, 258), (256, 384), (300, 1024))
+    for rows, cols in shapes:
+        x = matrix(rows, cols, dtype)
+        builds: dict[str, Callable[[Tensor], Producer]] = {
+            "rms": lambda x: norm(x, False, torch.float32),
+            "layer": lambda x: norm(x, True, torch.bfloat16),
+            "gelu": lambda x: activation(x, "gelu"),
+            "swiglu": lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu", False),
+            "dgelu": lambda x: gradient(x, "gelu"),
+            "dswiglu": lambda x: gradient(torch.cat([x, x.flip(0)], 1), "swiglu", False),
+            "plain": Plain,
+        }
+        for what, build in builds.items():
+            quantizer = on(device, QUANTIZERS[format](rowwise=planes[0], columnwise=planes[1]))
+            mine, theirs = build(x.to(device)), build(x)
+            if not fits(quantizer, tuple(mine.shape)):
+                continue
+            for producer in (mine, theirs):
+                producer.want_column_sums()
+            actual = quantizer.quantize_produced(mine, mine.shape, rng_state=rng_for(quantizer, device))
+            with te_dist.use_backend("reference"):
+                expected = on("cpu", QUANTIZERS[format](rowwise=planes[0], columnwise=planes[1])).quantize(
+                    kernels.materialize(theirs), rng_state=rng_for(quantizer)
+                )
+            what = f"{format} {what} {rows}x{cols}"
+            assert_same_storage(actual, expected, what)
+            sums = kernels.column_sums(mine, torch.float32)
+            with te_dist.use_backend("reference"):
+                assert_same_bytes(sums.cpu(), kernels.column_sums(theirs, torch.float32), f"{what} column sums")
+            if isinstance(mine, NormOutput):
+                assert_same_bytes(mine.rstd.cpu(), theirs.rstd, f"{what} rstd")
+
+
+def test_strided_inputs(device: str) -> None:
+    """Rows that lie apart, as in a slice of a wider tensor."""
+    wide = matrix(130, 800, torch.bfloat16)
+    x = wide[:, 8:264]
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.cat([x, x, x], 1)[:, 256:512]
+
+    check_made(lambda x: norm(strided(x), True, torch.float32), x, device, "norm")
+    check_made(lambda x: activation(strided(x), "swiglu"), x, device, "swiglu")
+    check_made(lambda x: gradient(strided(x), "swiglu"), x, device, "dswiglu")
+
+
+# ------------------------------------------------------------------------------------------------- correctness
+TRUE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x) ** 2,
+    "silu": F.silu,
+}
+
+
+def true_activation(x: Tensor, name: str) -> Tensor:
+    plain, gated = split_activation(name)
+    if not gated:
+        return TRUE_ACTIVATIONS[plain](x)
+    first, second = x.chunk(2, dim=-1)
+    return TRUE_ACTIVATIONS[plain](first) * second
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_torch(name: str) -> None:
+    """Against autograd in float64. The exponential is good to 2e-7 of itself, its argument to 2^-24 of itself, and
+    arguments reach 30 here: 3e-6 relative to the largest factor bounds the rest."""
+    x = torch.linspace(-20, 20, 4096).reshape(64, 64).requires_grad_()
+    wide = x.double()
+    result = true_activation(wide, name)
+    grad = torch.linspace(0.5, 2, result.numel()).reshape(result.shape)
+    (expected,) = torch.autograd.grad(result, x, grad.double())
+    bound = 3e-6 * x.abs().max().item() ** (2 if name in ("srelu", "sreglu") else 1)
+    assert (kernels.materialize(ActivationOutput(x.detach(), name)) - result).abs().max() <= bound * 20
+    made = kernels.materialize(ActivationGradient(grad, x.detach(), name))
+    assert (made - expected).abs().max() <= bound * 40
+    # Where it matters, close to zero, to a few units in the last place.
+    near = ActivationOutput(torch.linspace(-4, 4, 512).reshape(8, 64), name)
+    assert torch.allclose(
+        kernels.materialize(near).double(), true_activation(near.x.double(), name), rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_are_those_of_torch(layer_norm: bool, zero_centered: bool) -> None:
+    x = matrix(150, 700, torch.float32) + 0.3
+    forward = norm(x, layer_norm, torch.float32, zero_centered)
+    y = kernels.materialize(forward)
+    wide, weight, bias = (t.double().requires_grad_() for t in (x, forward.weight, torch.zeros(700)))
+    gain = weight + 1 if zero_centered else weight
+    offset = bias if forward.bias is None else bias + forward.bias.double()
+    expected = F.layer_norm(wide, (700,), gain, offset, 1e-5) if layer_norm else F.rms_norm(wide, (700,), gain, 1e-5)
+    assert torch.allclose(y.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = matrix(150, 700, torch.float32, 6)
+    wanted = (wide, weight, bias) if layer_norm else (wide, weight)
+    dx, dweight, *dbias = torch.autograd.grad(expected, wanted, grad.double())
+    made = kernels.norm_backward(
+        grad, x, forward.weight, forward.mean, forward.rstd, zero_centered=zero_centered, bias_grad=layer_norm
+    )
+    assert torch.allclose(made[0].double(), dx, rtol=1e-4, atol=1e-5 * dx.abs().max().item())
+    assert torch.allclose(made[1].double(), dweight, rtol=1e-5, atol=1e-5 * dweight.abs().max().item())
+    if layer_norm:
+        assert torch.allclose(made[2].double(), dbias[0], rtol=1e-5, atol=1e-5 * dbias[0].abs().max().item())
+
+
+def test_fma_rounds_once() -> None:
+    """The emulated fused multiply-add against exact rationals, at ties and just beside them."""
+    from fractions import Fraction
+
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2000, generator=generator)
+    b = torch.randn(2000, generator=generator)
+    product = a.double() * b.double()
+    near = (product.float() * 1.5).float()  # c close to the product: bits cancel
+    far = torch.randn(2000, generator=generator) * torch.exp2(torch.randint(-40, 40, (2000,), generator=generator))
+    for c in (near, -near, far, torch.zeros(2000)):
+        made = reference_producers.fma(a, b, c)
+        for i in range(0, 2000, 7):
+            exact = Fraction(a[i].item()) * Fraction(b[i].item()) + Fraction(c[i].item())
+            lower, upper = (torch.nextafter(made[i], torch.tensor(s)).item() for s in (-float("inf"), float("inf")))
+            error = abs(Fraction(made[i].item()) - exact)
+            assert error <= abs(Fraction(lower) - exact) and error <= abs(Fraction(upper) - exact)
+
+
+def test_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="swigelu"):
+        ActivationOutput(torch.zeros(2, 4), "swigelu")
+
+
+def test_column_sums_must_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="want_column_sums"):
+        kernels.column_sums(Plain(torch.zeros(2, 4)), torch.float32)
