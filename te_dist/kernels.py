@@ -37,6 +37,9 @@ except ModuleNotFoundError:
 except ImportError as error:
     extension_error = str(error)
 
+# What is quantized: a matrix, or the description of one. Any, because `_matrix` turns one into the other.
+Matrix = Any  # Tensor | Producer
+
 _FLOAT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_CODE = {DType.kFloat8E4M3: 0, DType.kFloat8E5M2: 1}
 
@@ -282,7 +285,7 @@ def norm_backward(
 
 
 # ------------------------------------------------------------------------------------------------- per tensor
-def amax(x: Tensor | Producer, out: Tensor, *, accumulate: bool = False, noop: Tensor | None = None) -> None:
+def amax(x: Matrix, out: Tensor, *, accumulate: bool = False, noop: Tensor | None = None) -> None:
     """out [1] <- max|x|, or the maximum of that and out."""
     x = _matrix(x, "amax")
     kernel = _backend(x.device, "amax")
@@ -294,7 +297,7 @@ def amax(x: Tensor | Producer, out: Tensor, *, accumulate: bool = False, noop: T
 
 
 def cast_scaled(
-    x: Tensor | Producer,
+    x: Matrix,
     scale: Tensor,
     row: Tensor | None,
     col: Tensor | None,
@@ -317,7 +320,7 @@ def cast_scaled(
 
 
 def cast_current(
-    x: Tensor | Producer,
+    x: Matrix,
     amax: Tensor,
     row: Tensor | None,
     col: Tensor | None,
@@ -355,7 +358,7 @@ def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DTyp
 
 # ------------------------------------------------------------------------------------------------- blockwise fp8
 def quantize_block(
-    x: Tensor | Producer,
+    x: Matrix,
     row: Tensor | None,
     row_scale: Tensor | None,
     col: Tensor | None,
@@ -394,7 +397,7 @@ def dequantize_block(data: Tensor, scale: Tensor, out: Tensor, *, fp8: DType, bl
 
 # ------------------------------------------------------------------------------------------------- mxfp8
 def quantize_mxfp8(
-    x: Tensor | Producer,
+    x: Matrix,
     row: Tensor | None,
     row_scale: Tensor | None,
     col: Tensor | None,
@@ -435,7 +438,7 @@ def _signs(random_signs: bool) -> int:
 
 
 def amax_nvfp4(
-    x: Tensor | Producer,
+    x: Matrix,
     amax_row: Tensor | None,
     amax_col: Tensor | None,
     *,
@@ -458,7 +461,7 @@ def amax_nvfp4(
 
 
 def quantize_nvfp4(
-    x: Tensor | Producer,
+    x: Matrix,
     amax_row: Tensor | None,
     amax_col: Tensor | None,
     row: Tensor | None,
