@@ -47,6 +47,9 @@ inline int grid_size(int64_t blocks) {
   return static_cast<int>(blocks);
 }
 
+// Not a matrix that only needs to be read.
+inline bool is_made(const Source& x) { return x.kind != Produce::kPlain || x.partials != nullptr; }
+
 template <typename T>
 struct Tag {
   using type = T;

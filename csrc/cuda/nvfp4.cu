@@ -669,7 +669,7 @@ __global__ void __launch_bounds__(NvConfig::kAmaxThreads, NvConfig::kAmaxBlocksP
 
 void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                 const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   check::hadamard(options, x.rows);
   if (amax_row == nullptr && amax_col == nullptr) return;
   if (!options.hadamard) {
@@ -693,7 +693,7 @@ void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, f
 
 void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
-  check::input(x);
+  check::plain(x);
   const bool empty = x.rows == 0 || x.cols == 0;
   check::planes(out, 1, empty);
   if (empty || (out.row_data == nullptr && out.col_data == nullptr)) return;  // no scales either
