@@ -11,7 +11,7 @@ namespace {
 struct AmaxNormConfig {
   static constexpr int kThreads = 256;
   static constexpr int kTeams = kThreads / RowTeam::kThreads;
-  static constexpr int kBlocksPerSm = 3;
+  static constexpr int kBlocksPerSm = 2;
 };
 
 __global__ void __launch_bounds__(AmaxNormConfig::kThreads, AmaxNormConfig::kBlocksPerSm)
@@ -23,8 +23,12 @@ __global__ void __launch_bounds__(AmaxNormConfig::kThreads, AmaxNormConfig::kBlo
   RowTeam team(scratch, number);
   const int64_t step = static_cast<int64_t>(gridDim.x) * AmaxNormConfig::kTeams;
   uint32_t word = 0u;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * AmaxNormConfig::kTeams + number; row < x.rows; row += step) {
-    HeldRow held(x.data + row * x.stride, x.cols);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * AmaxNormConfig::kTeams + number;
+  const auto load = [&](int64_t row) { return HeldRow(x.data + row * x.stride, row < x.rows ? x.cols : 0); };
+  HeldRow next = load(first);
+  for (int64_t row = first; row < x.rows; row += step) {
+    HeldRow held = next;
+    next = load(row + step);  // on its way while this one is worked on
     RowStats stats;
     if (make_stats) {
       stats = held.stats(x.centered, x.eps, team);
@@ -51,13 +55,13 @@ __global__ void __launch_bounds__(AmaxNormConfig::kThreads, AmaxNormConfig::kBlo
   if (threadIdx.x == 0) atomic_amax(amax, Words<bf16_t>::to_float_of_raw(raw));
 }
 
-__global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<bf16_t>)
+__global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     amax_made_kernel(const __grid_constant__ Made x, float* amax, const float* noop) {
   extern __shared__ uint4 memory[];
   __shared__ uint32_t maxima[TileConfig::kThreads / 32];
   if (is_noop(noop)) return;
   uint32_t word = 0u;
-  for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
+  for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace&, bool) {
 #pragma unroll
                        for (int i = 0; i < TileConfig::kPatch; ++i) {
@@ -80,10 +84,7 @@ void launch_amax_made(const Source& x, float* amax, bool accumulate, const float
     amax_norm_kernel<<<blocks, AmaxNormConfig::kThreads, 0, stream_of(lane)>>>(made, x.make_stats, amax, noop);
     return check_launch("amax_norm_kernel");
   }
-  allow_made_bytes(amax_made_kernel);
-  amax_made_kernel<<<grid_size(made_blocks(made)), TileConfig::kThreads, made_bytes(made), stream_of(lane)>>>(
-      made, amax, noop);
-  check_launch("amax_made_kernel");
+  launch_made("amax_made_kernel", amax_made_kernel, made, lane, amax, noop);
 }
 
 }  // namespace cuda

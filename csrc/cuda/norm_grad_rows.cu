@@ -55,6 +55,19 @@ __device__ __forceinline__ void copy_row(char* to, const void* from, int bytes) 
   }
 }
 
+// Until all copies but those of the youngest ring - 1 rows are there.
+__device__ __forceinline__ void wait_for_row(int ring) {
+  switch (ring) {
+    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    case 5: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+    case 6: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+    case 7: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 7;" ::: "memory");
+  }
+}
+
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -86,6 +99,7 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
   constexpr int kThreads = RowsConfig::kThreads;
   extern __shared__ uint4 memory[];
   __shared__ float scratch[2][256];
+  __shared__ RowStats row_stats[RowsConfig::kRows];
   char* ring = reinterpret_cast<char*>(memory);
   auto* saved = reinterpret_cast<float2*>(ring + shape.ring * 2 * shape.row_bytes);
   const int member = cluster_member();
@@ -110,7 +124,10 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
-  for (int i = 0; i < shape.ring - 1; ++i) fetch(i);
+  for (int i = 0; i < shape.ring; ++i) fetch(i);
+  if (thread < RowsConfig::kRows && row_of(thread) < task.rows) {
+    row_stats[thread] = RowStats{centered ? task.mean[row_of(thread)] : 0.0f, task.rstd[row_of(thread)]};
+  }
 
   float2 gain[kPairs];
 #pragma unroll
@@ -126,6 +143,8 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
     gain[p] = task.zero_centered ? make_float2(v[0] + 1.0f, v[1] + 1.0f) : make_float2(v[0], v[1]);
   }
 
+  wait_for_row(shape.ring);
+  __syncthreads();
   float2 weight_sum[kPairs];
   float2 bias_sum[kPairs];
 #pragma unroll 1
@@ -141,23 +160,9 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
       }
     }
     const int64_t row = row_of(i);
-    if (row >= task.rows) {
-      fetch(RowsConfig::kRows);  // nothing, but it counts
-      continue;
-    }
-    const float rstd = task.rstd[row];
-    const float mean = centered ? task.mean[row] : 0.0f;
-    // The ring holds rows i .. i + ring - 2: all but ring - 2 of the copies must be there, row i's.
-    switch (shape.ring) {
-      case 3: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-      case 4: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-      case 5: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-      case 6: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-      case 7: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-      default: asm volatile("cp.async.wait_group 6;" ::: "memory");
-    }
-    __syncthreads();  // row i is there for all, and nobody reads row i - 1 any more: its place is filled again
-    fetch(i + shape.ring - 1);
+    if (row >= task.rows) continue;
+    const float rstd = row_stats[i].rstd;
+    const float mean = row_stats[i].mean;
     const auto* x = reinterpret_cast<const uint32_t*>(ring + i % shape.ring * 2 * shape.row_bytes);
     const auto* grad = reinterpret_cast<const uint32_t*>(ring + (i % shape.ring * 2 + 1) * shape.row_bytes);
     uint32_t x_word[kPairs];
@@ -183,7 +188,10 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
       bias_sum[p].x += dy.x;
       bias_sum[p].y += dy.y;
     }
+    // Row i + 1 is to be there when all have passed the barrier of the sums; then nobody reads row i any more.
+    wait_for_row(shape.ring - 1);
     const float2 sums = block_sums(along, inner, scratch[i % 2]);
+    fetch(i + shape.ring);
     const float slope = __fdiv_rn(sums.x, count);
     const float offset = centered ? __fdiv_rn(sums.y, count) : 0.0f;
     auto* to = reinterpret_cast<uint32_t*>(static_cast<bf16_t*>(const_cast<void*>(task.dx.data)) + row * cols);

@@ -272,6 +272,48 @@ struct HeldRow {
   }
 };
 
+// A warp on a bf16 row of whole, aligned vectors: lane l has vectors 32 i + l. Reads the row once, twice if centered.
+struct WarpRow {
+  const uint4* row;
+  int vectors;
+
+  // term(value) into 4 x 8 accumulators, 8 vectors on their way at a time.
+  template <typename Term>
+  __device__ __forceinline__ float sum(const Term& term) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float total[4][8] = {};
+    const auto load = [&](int at) { return __ldcg(row + at); };
+    const auto add = [&](const uint4& v, float (&to)[8]) {
+      float values[8];
+      unpack_eight<bf16_t>(v, values);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) to[j] += term(values[j]);
+    };
+    int first = lane;
+#pragma unroll 1
+    for (; first - lane + 256 <= vectors; first += 256) {
+      uint4 v[8];
+#pragma unroll
+      for (int u = 0; u < 8; ++u) v[u] = load(first + 32 * u);
+#pragma unroll
+      for (int u = 0; u < 8; ++u) add(v[u], total[u % 4]);
+    }
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+      if (first + 32 * u < vectors) add(load(first + 32 * u), total[u % 4]);
+    }
+    return fold_lanes((fold_eight(total[0]) + fold_eight(total[2])) +
+                      (fold_eight(total[1]) + fold_eight(total[3])));
+  }
+
+  __device__ __forceinline__ RowStats stats(bool centered, float eps) const {
+    const float count = static_cast<float>(vectors * 8);
+    const float mean = centered ? __fdiv_rn(sum([](float v) { return v; }), count) : 0.0f;
+    const float squares = sum([&](float v) { return (v - mean) * (v - mean); });
+    return RowStats{mean, reciprocal_deviation(squares, count, eps)};
+  }
+};
+
 // What a norm makes of eight values.
 __device__ __forceinline__ void apply_norm(float (&v)[8], const RowStats& stats, const float (&gain)[8],
                                            const float (&bias)[8]) {

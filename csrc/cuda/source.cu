@@ -45,6 +45,8 @@ Made made_of(const Source& x, bool with_stats) {
     check::required("the workspace", x.workspace, alignof(unsigned));
     made.order = bands_of(x.rows, x.cols, static_cast<unsigned*>(x.workspace));
   }
+  made.pieces = static_cast<unsigned>(grid_size(made.order.counters != nullptr ? band_pieces(made.order)
+                                                                               : tile_count(made.rows, made.cols)));
   return made;
 }
 
