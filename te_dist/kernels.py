@@ -207,8 +207,15 @@ def _fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
     multiple = 256 if gradient and p.gated else 8
     matrices = [p.x, p.grad] if gradient else [p.x]
     vectors = [getattr(p, name, None) for name in ("weight", "bias")]
+    if (
+        kernel == "amax"
+        and isinstance(p, NormOutput)
+        and (p.shape[1] > 16384 or (p.mean is None and p.bias is not None))
+    ):
+        return False  # whole rows in registers, and no bias where there is no mean
     return (
-        p.shape[1] % multiple == 0
+        max(p.shape) < 2**30
+        and p.shape[1] % multiple == 0
         and all(t.data_ptr() % 16 == 0 and (t.shape[0] == 1 or t.stride(0) % 8 == 0) for t in matrices)
         and all(v is None or v.data_ptr() % 16 == 0 for v in vectors)
     )

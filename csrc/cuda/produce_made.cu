@@ -6,10 +6,11 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
+template <bool kActivated>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     produce_made_kernel(const __grid_constant__ Made x, bf16_t* out) {
   extern __shared__ uint4 memory[];
-  for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
+  for_each_made_tile<kActivated>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
                        const int64_t row = tile.row + threadIdx.x / 16 * 8;
                        const int64_t col = tile.col + threadIdx.x % 16 * 8;
@@ -27,7 +28,8 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 }  // namespace
 
 void launch_produce_made(const Source& x, const Output& out, Lane lane) {
-  launch_made("produce_made_kernel", produce_made_kernel, made_of(x, true), lane, static_cast<bf16_t*>(out.data));
+  launch_made("produce_made_kernel", produce_made_kernel<false>, produce_made_kernel<true>, made_of(x, true), lane,
+              static_cast<bf16_t*>(out.data));
 }
 
 }  // namespace cuda

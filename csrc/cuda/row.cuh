@@ -213,65 +213,6 @@ __device__ __forceinline__ float reciprocal_deviation(float square_sum, float co
   return __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(square_sum, count) + eps));
 }
 
-// A bf16 row of whole, aligned vectors of 16 bytes, up to 8192 elements of which a team keeps in registers.
-struct HeldRow {
-  static constexpr int kVectors = 8;
-  static constexpr int64_t kSpan = kVectors * RowTeam::kThreads;  // vectors
-  const uint4* row;
-  int64_t vectors;
-  uint4 held[kVectors];
-
-  __device__ __forceinline__ HeldRow(const bf16_t* data, int64_t cols)
-      : row(reinterpret_cast<const uint4*>(data)), vectors(cols / 8) {
-    load(0);
-  }
-  // Past L1, where the gains wait.
-  __device__ __forceinline__ void load(int64_t first) {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      const int64_t at = first + u * RowTeam::kThreads + RowTeam::rank();
-      held[u] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
-    }
-  }
-  // body(eight values, first column), in the order of the columns.
-  template <typename Body>
-  __device__ __forceinline__ void each(const Body& body) {
-    for (int64_t first = 0; first < vectors; first += kSpan) {
-      if (vectors > kSpan) load(first);
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        const int64_t at = first + u * RowTeam::kThreads + RowTeam::rank();
-        if (at >= vectors) continue;
-        float v[8];
-        unpack_eight<bf16_t>(held[u], v);
-        body(v, at * 8);
-      }
-    }
-  }
-  __device__ __forceinline__ RowStats stats(bool centered, float eps, RowTeam& team) {
-    const float count = static_cast<float>(vectors * 8);
-    RowStats result{0.0f, 0.0f};
-    if (centered) {
-      float total[8] = {};
-      each([&](const float (&v)[8], int64_t) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) total[j] += v[j];
-      });
-      result.mean = __fdiv_rn(team.sum(total), count);
-    }
-    float squares[8] = {};
-    each([&](const float (&v)[8], int64_t) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float centred = v[j] - result.mean;
-        squares[j] += centred * centred;
-      }
-    });
-    result.rstd = reciprocal_deviation(team.sum(squares), count, eps);
-    return result;
-  }
-};
-
 // A warp on a bf16 row of whole, aligned vectors: lane l has vectors 32 i + l. Reads the row once, twice if centered.
 struct WarpRow {
   const uint4* row;

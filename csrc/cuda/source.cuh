@@ -27,6 +27,7 @@ struct Made {
   bool gated;
   bool zero_centered;
   bool centered;
+  bool biased;
   float eps;
   int64_t rows;
   int64_t cols;
@@ -44,6 +45,9 @@ struct Made {
   Bands order;
   unsigned pieces;  // of work: tiles, or what `order` numbers
 
+  __host__ __device__ bool activated() const {
+    return kind == Produce::kActivation || kind == Produce::kActivationGrad;
+  }
   __host__ __device__ bool paired() const { return kind == Produce::kActivationGrad && gated; }
   __host__ __device__ int operands() const {
     return 1 + ((kind == Produce::kActivation || kind == Produce::kActivationGrad) && gated) +
@@ -64,9 +68,12 @@ static_assert(MadeConfig::kDepth == TileConfig::kPatch, "one operand's ring hold
 // Checks what fusion needs. with_stats: the kernel makes a norm's statistics where they are missing.
 Made made_of(const Source& x, bool with_stats);
 
-// Starts kernel(made, arguments...): as many blocks as fit, each with its ring and its made tiles.
+// Starts the kernel for x's kind as kernel(made, arguments...): as many blocks as fit, each with its ring and its made
+// tiles.
 template <typename Kernel, typename... Arguments>
-void launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
+void launch_made(const char* name, Kernel other, Kernel activated, const Made& x, Lane lane,
+                 const Arguments&... arguments) {
+  const Kernel kernel = x.activated() ? activated : other;
   const int bytes = (x.paired() ? 3 : 2) * MadeConfig::kSlotBytes;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 3 * MadeConfig::kSlotBytes),
              "shared memory for operands");
@@ -89,13 +96,14 @@ __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool the
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// What a thread has of one tile.
+constexpr unsigned kNoBand = ~0u;
+
+// What a thread has of one tile. Rows and columns fit 32 bits (check::is_fused): 64-bit sums cost twice.
 struct PatchPlace {
-  TilePlace tile;
-  unsigned band;
-  int64_t row;
-  int64_t col;
-  int live_rows;  // of the patch that lie in the matrix; 0: none, or no tile
+  int row;
+  int col;
+  int live_rows;  // of the patch that lie in the matrix
+  unsigned band;  // kNoBand: there is no tile
 };
 
 // Where a thread's copies have got to.
@@ -105,9 +113,9 @@ struct Cursor {
   int live_rows;
 
   __device__ __forceinline__ Cursor(const Made& x, const PatchPlace& place)
-      : data(x.data + place.row * x.stride + place.col),
-        grad(x.grad + place.row * x.grad_stride + place.col),
-        live_rows(place.live_rows) {}
+      : data(x.data + place.row * x.stride + place.col), grad(x.grad), live_rows(place.live_rows) {
+    if (x.kind == Produce::kActivationGrad) grad += place.row * x.grad_stride + place.col;
+  }
 };
 
 // A thread's ring of operand rows: a row of a patch is up to three vectors. Row i lies where row i + kRows will.
@@ -168,8 +176,30 @@ __device__ __forceinline__ void for_each_row(const Made& x, MakeTask& task, cons
   task.cursor = cursor;
 }
 
-__device__ __forceinline__ void make_norm(const Made& x, MakeTask& task) {
-  const PatchPlace& place = task.place;
+__device__ __forceinline__ void take_patch(const uint4* mine, Patch<bf16_t>& patch) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    const uint4 v = mine[i * TileConfig::kThreads];
+    patch.word[i][0] = v.x;
+    patch.word[i][1] = v.y;
+    patch.word[i][2] = v.z;
+    patch.word[i][3] = v.w;
+  }
+}
+
+// A patch of which nothing, or a few instructions an element, is to be made: from the ring to registers, whereupon
+// the ring is filled again.
+__device__ __forceinline__ void take_operand(const Made& x, MakeTask& task, Patch<bf16_t>& patch) {
+  const OperandRing<1> ring{task.ring};
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  take_patch(task.ring, patch);
+  Cursor cursor(x, task.next);
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) ring.fetch(x, cursor, i);
+}
+
+// What a norm makes of a patch of its operand.
+__device__ __forceinline__ void make_norm(const Made& x, const PatchPlace& place, Patch<bf16_t>& patch) {
   float gain[8];
   float bias[8];
   // Eight neighbouring lanes share their rows: each fetches the statistics of one. Past L1, they are new.
@@ -178,16 +208,32 @@ __device__ __forceinline__ void make_norm(const Made& x, MakeTask& task) {
   const float mean = there && x.centered ? __ldcg(x.mean + place.row + lane % 8) : 0.0f;
   const float rstd = there ? __ldcg(x.rstd + place.row + lane % 8) : 0.0f;
   load_gain<true>(x.weight, x.zero_centered, place.col, gain);
+  if (!x.centered && x.bias.data == nullptr) {
+#pragma unroll
+    for (int i = 0; i < TileConfig::kPatch; ++i) {
+      const float row_rstd = __shfl_sync(kFullWarp, rstd, (lane & 24) | i);
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {  // zeros stay zeros
+        patch.word[i][j / 2] =
+            pack_bf16(patch.value(i, j) * row_rstd * gain[j], patch.value(i, j + 1) * row_rstd * gain[j + 1]);
+      }
+    }
+    return;
+  }
   load_vector<true>(x.bias, place.col, kNoBias, bias);
-  for_each_row<1>(x, task, [&](int i, const uint4* from, uint4* to) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
     const int source = (lane & 24) | i;
     const RowStats stats{__shfl_sync(kFullWarp, mean, source), __shfl_sync(kFullWarp, rstd, source)};
     float v[8];
-    unpack_eight<bf16_t>(*from, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = patch.value(i, j);
     apply_norm(v, stats, gain, bias);
-    // A row outside of the matrix is zero, whatever the bias.
-    *to = i < place.live_rows ? pack_eight_bf16(v) : make_uint4(0u, 0u, 0u, 0u);
-  });
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {  // a row outside of the matrix is zero, whatever the bias
+      patch.word[i][j / 2] = i < place.live_rows ? pack_bf16(v[j], v[j + 1]) : 0u;
+    }
+  }
 }
 
 struct BiasedRow {
@@ -196,7 +242,7 @@ struct BiasedRow {
 };
 
 // Rare, and so kept out of the loops: adds the bias to a row that is there.
-static __device__ __noinline__ BiasedRow add_bias(const Made& x, int64_t col, BiasedRow row) {
+static __device__ __noinline__ BiasedRow add_bias(const Made& x, int col, BiasedRow row) {
   float bias[8];
   load_vector<true>(x.bias, col, kNoBias, bias);
   add_eight(row.first, bias);
@@ -206,11 +252,11 @@ static __device__ __noinline__ BiasedRow add_bias(const Made& x, int64_t col, Bi
 }
 
 template <bool kGated>
-__device__ __forceinline__ void unpack_biased(const Made& x, const PatchPlace& place, bool there, const uint4* from,
+__device__ __forceinline__ void unpack_biased(const Made& x, const PatchPlace& place, int i, const uint4* from,
                                               float (&v)[8], float (&second)[8]) {
   unpack_eight<bf16_t>(*from, v);
   if (kGated) unpack_eight<bf16_t>(from[MadeConfig::kThreads], second);
-  if (x.bias.data == nullptr || !there) return;  // zeros stay zeros
+  if (!x.biased || i >= place.live_rows) return;  // zeros stay zeros
   BiasedRow row;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -231,7 +277,7 @@ __device__ __forceinline__ void make_activation(const Made& x, MakeTask& task) {
     for_each_row<kGated ? 2 : 1>(x, task, [&](int i, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
-      unpack_biased<kGated>(x, task.place, i < task.place.live_rows, from, v, second);
+      unpack_biased<kGated>(x, task.place, i, from, v, second);
       activate_eight<decltype(tag)::kind>(v, second, kGated);
       *to = pack_eight_bf16(v);
     });
@@ -245,7 +291,7 @@ __device__ __forceinline__ void make_gradient(const Made& x, MakeTask& task) {
       float v[8];
       float second[8];
       float grad[8];
-      unpack_biased<kGated>(x, task.place, i < task.place.live_rows, from, v, second);
+      unpack_biased<kGated>(x, task.place, i, from, v, second);
       unpack_eight<bf16_t>(from[(kGated ? 2 : 1) * MadeConfig::kThreads], grad);
       differentiate_eight<decltype(tag)::kind>(v, second, grad, kGated);
       *to = pack_eight_bf16(v);
@@ -254,13 +300,12 @@ __device__ __forceinline__ void make_gradient(const Made& x, MakeTask& task) {
   });
 }
 
-__device__ __forceinline__ void make_patch(const Made& x, MakeTask& task) {
-  switch (x.kind) {
-    case Produce::kNorm: return make_norm(x, task);
-    case Produce::kActivation: return x.gated ? make_activation<true>(x, task) : make_activation<false>(x, task);
-    case Produce::kActivationGrad: return x.gated ? make_gradient<true>(x, task) : make_gradient<false>(x, task);
-    default: for_each_row<1>(x, task, [](int, const uint4* from, uint4* to) { *to = *from; });
+// Into the made tiles in shared memory.
+__device__ __forceinline__ void make_activated(const Made& x, MakeTask& task) {
+  if (x.kind == Produce::kActivation) {
+    return x.gated ? make_activation<true>(x, task) : make_activation<false>(x, task);
   }
+  return x.gated ? make_gradient<true>(x, task) : make_gradient<false>(x, task);
 }
 
 static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band, unsigned index) {
@@ -278,37 +323,41 @@ static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band
 }
 
 // The tiles that a block takes, in an order where norms make their statistics (see bands.cuh), else every so manyth.
+template <bool kOrdered>
 class TileQueue {
  public:
   __device__ __forceinline__ TileQueue(const Made& x, bool backwards, int patch_row, int patch_col)
       : tickets_(x.order), at_(blockIdx.x), backwards_(backwards), patch_row_(patch_row), patch_col_(patch_col) {}
 
   __device__ __forceinline__ PatchPlace next(const Made& x) {
-    PatchPlace place{TilePlace{-1, 0}, 0, 0, 0, 0};
-    if (x.order.counters != nullptr) {
+    constexpr int kTile = TileConfig::kTile;
+    PatchPlace place{0, 0, 0, kNoBand};
+    unsigned down;
+    unsigned across;
+    if (kOrdered && x.order.counters != nullptr) {
       __shared__ unsigned slot;
+      BandPiece piece;
       for (;;) {
         const unsigned ticket = tickets_.take(&slot);
         if (ticket >= x.pieces) return place;
-        const BandPiece piece = band_piece(x.order, ticket);
-        if (piece.stats) {
-          make_band_stats(x, piece.band, piece.index);
-          continue;
-        }
-        place.band = piece.band;
-        place.tile = TilePlace{static_cast<int64_t>(piece.band) * TileConfig::kTile,
-                               static_cast<int64_t>(piece.index) * TileConfig::kTile};
-        break;
+        piece = band_piece(x.order, ticket);
+        if (!piece.stats) break;
+        make_band_stats(x, piece.band, piece.index);
       }
+      down = piece.band;
+      across = piece.index;
     } else {
       if (at_ >= x.pieces) return place;
-      place.tile = tile_place(backwards_ ? x.pieces - 1 - at_ : at_, x.cols);
+      const unsigned tile = backwards_ ? x.pieces - 1 - at_ : at_;
       at_ += gridDim.x;
+      down = tile / x.order.across;
+      across = tile - down * x.order.across;
     }
-    place.row = place.tile.row + patch_row_;
-    place.col = place.tile.col + patch_col_;
-    const int64_t rows = place.col >= x.cols ? 0 : x.rows - place.row;
-    place.live_rows = static_cast<int>(max(int64_t{0}, min(static_cast<int64_t>(TileConfig::kPatch), rows)));
+    place.band = down;
+    place.row = static_cast<int>(down) * kTile + patch_row_;
+    place.col = static_cast<int>(across) * kTile + patch_col_;
+    const int rows = static_cast<int>(x.rows) - place.row;
+    place.live_rows = place.col >= static_cast<int>(x.cols) ? 0 : max(0, min(TileConfig::kPatch, rows));
     return place;
   }
 
@@ -321,17 +370,6 @@ class TileQueue {
 };
 
 // ---------------------------------------------------------------------------------------------- tiles
-__device__ __forceinline__ void take_patch(const uint4* mine, Patch<bf16_t>& patch) {
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    const uint4 v = mine[i * TileConfig::kThreads];
-    patch.word[i][0] = v.x;
-    patch.word[i][1] = v.y;
-    patch.word[i][2] = v.z;
-    patch.word[i][3] = v.w;
-  }
-}
-
 // The patch's share of the column sums, then all of the tile's. Begins with a barrier.
 __device__ __forceinline__ void store_column_sums(const Made& x, const Patch<bf16_t>& patch, const TilePlace& tile,
                                                   int patch_row, int patch_col, GroupSums& sums) {
@@ -353,36 +391,43 @@ __device__ __forceinline__ void store_column_sums(const Made& x, const Patch<bf1
 // with the last tile, which L2 may still hold.
 __device__ __forceinline__ void* made_stage(uint4* memory) { return memory + MadeConfig::kSlot; }
 
-template <typename Consume>
+// kActivated: x.activated(), compiled apart because the other kinds live in registers.
+template <bool kActivated, typename Consume>
 __device__ __forceinline__ void for_each_made_tile(const Made& x, bool backwards, int patch_row, int patch_col,
                                                    bool shares, uint4* memory, const Consume& consume) {
   uint4* made = memory + MadeConfig::kSlot + threadIdx.x;
   auto* sums = reinterpret_cast<GroupSums*>(static_cast<char*>(made_stage(memory)) + MadeConfig::kSumsOffset);
-  TileQueue queue(x, backwards, patch_row, patch_col);
-  PatchPlace place = queue.next(x);
-  MakeTask task{memory + threadIdx.x, made, place, place, Cursor(x, place)};
-  switch (x.operands()) {
-    case 1: OperandRing<1>{task.ring}.fill(x, task.cursor); break;
-    case 2: OperandRing<2>{task.ring}.fill(x, task.cursor); break;
-    default: OperandRing<3>{task.ring}.fill(x, task.cursor);
+  TileQueue<!kActivated> queue(x, backwards, patch_row, patch_col);
+  const PatchPlace first = queue.next(x);
+  MakeTask task{memory + threadIdx.x, made, first, first, Cursor(x, first)};
+  if (!kActivated || x.operands() == 1) {
+    OperandRing<1>{task.ring}.fill(x, task.cursor);
+  } else if (x.operands() == 2) {
+    OperandRing<2>{task.ring}.fill(x, task.cursor);
+  } else {
+    OperandRing<3>{task.ring}.fill(x, task.cursor);
   }
-  while (place.tile.row >= 0) {
-    task.place = place;
-    task.next = queue.next(x);
-    if (x.order.counters != nullptr) wait_for_band(x.order, place.band);
-    make_patch(x, task);
-    const bool inside = tile_inside(place.tile, x.rows, x.cols);
-    const int halves = x.paired() ? 2 : 1;
 #pragma unroll 1
-    for (int half = 0; half < halves; ++half) {
+  for (; task.place.band != kNoBand; task.place = task.next) {
+    task.next = queue.next(x);
+    if (kActivated) make_activated(x, task);
+    TilePlace tile{task.place.row - patch_row, task.place.col - patch_col};
+    const bool inside = tile_inside(tile, x.rows, x.cols);
+#pragma unroll 1
+    for (int half = 0; half < (kActivated && x.paired() ? 2 : 1); ++half) {
       Patch<bf16_t> patch;
-      take_patch(made + half * MadeConfig::kSlot, patch);
-      const TilePlace tile{place.tile.row, place.tile.col + half * x.cols};
+      if (kActivated) {
+        take_patch(made + half * MadeConfig::kSlot, patch);
+      } else {
+        take_operand(x, task, patch);
+        if (x.order.counters != nullptr) wait_for_band(x.order, task.place.band);
+        if (x.kind == Produce::kNorm) make_norm(x, task.place, patch);
+      }
       if (x.partials != nullptr) store_column_sums(x, patch, tile, patch_row, patch_col, *sums);
       consume(patch, tile, inside);
       if (shares || x.partials != nullptr) __syncthreads();  // until all have read what they shared
+      tile.col += x.cols;
     }
-    place = task.next;
   }
 }
 
