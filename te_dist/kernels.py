@@ -192,7 +192,7 @@ _FUSED: dict[str, tuple[tuple[type[Producer], ...], tuple[DType, ...]]] = {
     "cast_scaled": ((Plain, *_MADE), _FP8),
     "cast_current": ((Plain, *_MADE), _FP8),
     "quantize_block": ((Plain, *_MADE), _E4M3),
-    "quantize_mxfp8": ((Plain, *_MADE), _FP8),
+    "quantize_mxfp8": ((Plain, *_MADE), _E4M3),
 }
 
 
@@ -207,12 +207,9 @@ def _fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
     multiple = 256 if gradient and p.gated else 8
     matrices = [p.x, p.grad] if gradient else [p.x]
     vectors = [getattr(p, name, None) for name in ("weight", "bias")]
-    if (
-        kernel == "amax"
-        and isinstance(p, NormOutput)
-        and (p.shape[1] > 16384 or (p.mean is None and p.bias is not None))
-    ):
-        return False  # whole rows in registers, and no bias where there is no mean
+    if kernel == "amax" and isinstance(p, NormOutput):  # whole rows in registers, and a bias only beside a mean
+        if p.shape[1] > 16384 or (p.mean is None and p.bias is not None):
+            return False
     return (
         max(p.shape) < 2**30
         and p.shape[1] % multiple == 0
