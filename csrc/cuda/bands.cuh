@@ -18,7 +18,7 @@ struct BandConfig {
   static constexpr int kRows = 128;
   static constexpr int kRowsPerPiece = 8;  // of statistics, one a warp
   static constexpr int kPieces = kRows / kRowsPerPiece;
-  static constexpr int kAhead = 6;
+  static constexpr int kAhead = 9;
 };
 
 struct Bands {

@@ -49,10 +49,6 @@ struct Made {
     return kind == Produce::kActivation || kind == Produce::kActivationGrad;
   }
   __host__ __device__ bool paired() const { return kind == Produce::kActivationGrad && gated; }
-  __host__ __device__ int operands() const {
-    return 1 + ((kind == Produce::kActivation || kind == Produce::kActivationGrad) && gated) +
-           (kind == Produce::kActivationGrad);
-  }
 };
 
 struct MadeConfig {
@@ -84,13 +80,12 @@ void launch_made(const char* name, Kernel other, Kernel activated, const Made& x
 }
 
 // ---------------------------------------------------------------------------------------------- operands
-// 16 bytes to shared memory, zeros where there is no source; passes L1, and leaves L2 early.
+// 16 bytes to shared memory, past L1; zeros where there is no source. (With a cache hint for L2, ptxas 13.0 makes
+// instructions of it that the GPU refuses.)
 __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool there) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(address), "l"(from),
-               "r"(there ? 16 : 0), "l"(policy)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
 
@@ -118,9 +113,11 @@ struct Cursor {
   }
 };
 
-// A thread's ring of operand rows: a row of a patch is up to three vectors. Row i lies where row i + kRows will.
-template <int kOperands>
+// A thread's ring of operand rows: a row of a patch is the operand, the other factor where gated, and the gradient.
+// Row i lies where row i + kRows will.
+template <bool kGated, bool kGrad>
 struct OperandRing {
+  static constexpr int kOperands = 1 + kGated + kGrad;
   static constexpr int kRows = kOperands == 1 ? 8 : kOperands == 2 ? 4 : 2;
   uint4* mine;
 
@@ -132,9 +129,9 @@ struct OperandRing {
     const bool there = cursor.live_rows > 0;
     uint4* to = row(i);
     copy_async(to, cursor.data, there);
-    if (kOperands > 1 && x.gated) copy_async(to += MadeConfig::kThreads, cursor.data + x.cols, there);
-    if (kOperands > 1 && x.kind == Produce::kActivationGrad) {
-      copy_async(to + MadeConfig::kThreads, cursor.grad, there);
+    if (kGated) copy_async(to + MadeConfig::kThreads, cursor.data + x.cols, there);
+    if (kGrad) {
+      copy_async(to + (kOperands - 1) * MadeConfig::kThreads, cursor.grad, there);
       cursor.grad += x.grad_stride;
     }
     cursor.data += x.stride;
@@ -146,7 +143,9 @@ struct OperandRing {
     for (int i = 0; i < kRows; ++i) fetch(x, cursor, i);
   }
   // Until the oldest row is there.
-  __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_group %0;" ::"n"(kRows - 1) : "memory"); }
+  __device__ __forceinline__ void wait() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kRows - 1) : "memory");
+  }
 };
 
 // ---------------------------------------------------------------------------------------------- making
@@ -160,9 +159,9 @@ struct MakeTask {
 };
 
 // body(i, operands of row i, where to put the made row) for the rows of a patch.
-template <int kOperands, typename Body>
+template <bool kGated, bool kGrad, typename Body>
 __device__ __forceinline__ void for_each_row(const Made& x, MakeTask& task, const Body& body) {
-  const OperandRing<kOperands> ring{task.ring};
+  const OperandRing<kGated, kGrad> ring{task.ring};
   uint4* made = task.made;
   Cursor cursor = task.cursor;
 #pragma unroll 1
@@ -190,7 +189,7 @@ __device__ __forceinline__ void take_patch(const uint4* mine, Patch<bf16_t>& pat
 // A patch of which nothing, or a few instructions an element, is to be made: from the ring to registers, whereupon
 // the ring is filled again.
 __device__ __forceinline__ void take_operand(const Made& x, MakeTask& task, Patch<bf16_t>& patch) {
-  const OperandRing<1> ring{task.ring};
+  const OperandRing<false, false> ring{task.ring};
   asm volatile("cp.async.wait_all;" ::: "memory");
   take_patch(task.ring, patch);
   Cursor cursor(x, task.next);
@@ -274,7 +273,7 @@ __device__ __forceinline__ void unpack_biased(const Made& x, const PatchPlace& p
 template <bool kGated>
 __device__ __forceinline__ void make_activation(const Made& x, MakeTask& task) {
   with_activation(x.activation, [&](auto tag) {
-    for_each_row<kGated ? 2 : 1>(x, task, [&](int i, const uint4* from, uint4* to) {
+    for_each_row<kGated, false>(x, task, [&](int i, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
       unpack_biased<kGated>(x, task.place, i, from, v, second);
@@ -287,7 +286,7 @@ __device__ __forceinline__ void make_activation(const Made& x, MakeTask& task) {
 template <bool kGated>
 __device__ __forceinline__ void make_gradient(const Made& x, MakeTask& task) {
   with_activation(x.activation, [&](auto tag) {
-    for_each_row<kGated ? 3 : 2>(x, task, [&](int i, const uint4* from, uint4* to) {
+    for_each_row<kGated, true>(x, task, [&](int i, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
       float grad[8];
@@ -400,12 +399,14 @@ __device__ __forceinline__ void for_each_made_tile(const Made& x, bool backwards
   TileQueue<!kActivated> queue(x, backwards, patch_row, patch_col);
   const PatchPlace first = queue.next(x);
   MakeTask task{memory + threadIdx.x, made, first, first, Cursor(x, first)};
-  if (!kActivated || x.operands() == 1) {
-    OperandRing<1>{task.ring}.fill(x, task.cursor);
-  } else if (x.operands() == 2) {
-    OperandRing<2>{task.ring}.fill(x, task.cursor);
+  if (!kActivated || (x.kind == Produce::kActivation && !x.gated)) {
+    OperandRing<false, false>{task.ring}.fill(x, task.cursor);
+  } else if (x.kind == Produce::kActivation) {
+    OperandRing<true, false>{task.ring}.fill(x, task.cursor);
+  } else if (!x.gated) {
+    OperandRing<false, true>{task.ring}.fill(x, task.cursor);
   } else {
-    OperandRing<3>{task.ring}.fill(x, task.cursor);
+    OperandRing<true, true>{task.ring}.fill(x, task.cursor);
   }
 #pragma unroll 1
   for (; task.place.band != kNoBand; task.place = task.next) {
