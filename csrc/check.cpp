@@ -1,23 +1,24 @@
 #include "check.h"
 
-#include <sstream>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 
 namespace te_dist {
 namespace check {
 
+// Without streams: a number's way through their locales crosses whatever copies of the C++ library a process holds.
 void fail(const char* expression, std::initializer_list<Part> parts) {
-  std::ostringstream text;
+  std::string text;
   for (const Part& part : parts) {
+    char number[32];
     switch (part.kind) {
-      case Part::kText: text << part.text; break;
-      case Part::kNumber: text << part.number; break;
-      case Part::kAddress: text << part.address; break;
+      case Part::kText: text += part.text; break;
+      case Part::kNumber: std::snprintf(number, sizeof(number), "%lld", part.number), text += number; break;
+      case Part::kAddress: std::snprintf(number, sizeof(number), "%p", part.address), text += number; break;
     }
   }
-  text << " (violated: " << expression << ")";
-  throw std::invalid_argument(text.str());
+  throw std::invalid_argument(text + " (violated: " + expression + ")");
 }
 
 void fail_at_run_time(const char* what, const char* reason) {

@@ -1,5 +1,5 @@
-// amax of a matrix that is made on the fly. A norm: whole rows in registers, so that its statistics come from the same
-// read. Activations: tiles.
+// amax of a matrix that is made on the fly. A norm: whole rows in registers, so that its statistics come from
+// the same read. Activations: tiles.
 #include "amax.cuh"
 #include "row_block.cuh"
 #include "source.cuh"

@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   extern __shared__ uint4 memory[];
   __shared__ ColumnExchange<bf16_t> exchange;
   if (is_noop(out.noop)) return;
-  for_each_made_tile<kActivated>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, out.col_data.data != nullptr, memory,
+  const bool columns = out.col_data.data != nullptr;
+  for_each_made_tile<kActivated>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        quantize_tile<bf16_t, F>(patch, tile, inside, out, exchange,
                                                 *static_cast<ByteStage*>(made_stage(memory)));

@@ -23,7 +23,8 @@ __device__ __forceinline__ float tensor_scale(const CastScale& from) {
   return scale;
 }
 
-void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane);
+void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from,
+                      Lane lane);
 
 }  // namespace cuda
 }  // namespace te_dist

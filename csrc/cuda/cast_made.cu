@@ -1,5 +1,5 @@
-// Per-tensor casts of a matrix that is made on the fly: 3 bytes an element for one plane, 4 for both, plus what the
-// producer reads beyond one operand.
+// Per-tensor casts of a matrix that is made on the fly: 3 bytes an element for one plane, 4 for both, plus
+// what the producer reads beyond one operand.
 #include "cast.cuh"
 #include "norm_stats.cuh"
 #include "source.cuh"
@@ -26,13 +26,14 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 
 }  // namespace
 
-void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from,
+                      Lane lane) {
   const Made made = made_of(x, false);
   if (x.make_stats) launch_norm_stats(x, from.noop, lane);
   dispatch_fp8(format, [&](auto fp8) {
     using F = typename decltype(fp8)::type;
-    launch_made("cast_made_kernel", cast_made_kernel<F, false>, cast_made_kernel<F, true>, made, lane, byte_matrix(row, x.rows, x.cols, 8),
-                byte_matrix(col, x.cols, x.rows, 16), from);
+    launch_made("cast_made_kernel", cast_made_kernel<F, false>, cast_made_kernel<F, true>, made, lane,
+                byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
   });
 }
 

@@ -1,5 +1,5 @@
-// The sum over the partial column sums of all tiles: 32 slots take every 32nd tile in turn, then fold. Blocks take 32
-// columns, so that a warp reads neighbours and writes nothing twice.
+// The sum over the partial column sums of all tiles: 32 slots take every 32nd tile in turn, then fold. Blocks
+// take 32 columns, so that a warp reads neighbours and writes nothing twice.
 #include "columns.cuh"
 #include "common.cuh"
 

@@ -1,5 +1,5 @@
-// Column sums of a tile of 128 rows: every thread adds up eight rows of eight columns in order, the sixteen groups
-// of rows fold by halves.
+// Column sums of a tile of 128 rows: every thread adds up eight rows of eight columns in order, the sixteen
+// groups of rows fold by halves.
 #pragma once
 
 #include "common.cuh"

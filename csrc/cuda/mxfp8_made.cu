@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 
 void launch_mxfp8_made(const Source& x, Fp8 format, const MxOutput& out, Lane lane) {
   TED_CHECK(format == Fp8::kE4M3, "MXFP8 of a matrix made on the fly is E4M3");
-  launch_made("mxfp8_made_kernel", mxfp8_made_kernel<E4M3, false>, mxfp8_made_kernel<E4M3, true>, made_of(x, true),
-              lane, out);
+  launch_made("mxfp8_made_kernel", mxfp8_made_kernel<E4M3, false>, mxfp8_made_kernel<E4M3, true>,
+              made_of(x, true), lane, out);
 }
 
 }  // namespace cuda

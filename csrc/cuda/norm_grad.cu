@@ -1,5 +1,5 @@
-// A norm's gradient of any float type, stride and alignment, in two passes: the sums of every row, then tiles of
-// 128 x 128 that write dx and the column sums.
+// A norm's gradient of any float type, stride and alignment, in two passes: the sums of every row, then tiles
+// of 128 x 128 that write dx and the column sums.
 #include "norm_grad.cuh"
 
 #include "activation.cuh"

@@ -1,7 +1,7 @@
 // A norm's gradient in one pass: 6 bytes an element. bf16 rows of up to 8192 elements.
 //
-// A block takes 16 rows, the groups g and g + 8 of a tile of 128; rows on their way wait in a ring in shared memory.
-// The 8 blocks of a tile are a cluster and fold their column sums through each other's shared memory.
+// A block takes 16 rows, the groups g and g + 8 of a tile of 128; rows on their way wait in a ring in shared
+// memory. The 8 blocks of a tile are a cluster and fold their column sums through each other's shared memory.
 #include "norm_grad.cuh"
 #include "row_block.cuh"
 
@@ -146,7 +146,8 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
       weight_sum[p] = make_float2(weight_sum[p].x + dy.x * normal[p].x, weight_sum[p].y + dy.y * normal[p].y);
       if (with_bias) bias_sum[p] = make_float2(bias_sum[p].x + dy.x, bias_sum[p].y + dy.y);
     }
-    // Row i + 1 is to be there when all have passed the barrier of the sums; then nobody reads row i any more.
+    // Row i + 1 is to be there when all have passed the barrier of the sums; then nobody reads row i any
+    // more.
     wait_but<kRing - 2>();
     float slope;
     float offset = 0.0f;
@@ -203,7 +204,10 @@ void launch(const NormGradTask& task, Lane lane) {
   const int bytes =
       kRing * 4 * static_cast<int>(task.x.cols) + sets * RowsConfig::kSums * static_cast<int>(sizeof(float2));
   const auto kernel = norm_grad_rows_kernel<kRing, kCentered>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+  // For the longest rows, whatever this call's: a graph may hold a launch that needs it.
+  constexpr int kColumns = kRing == 3 ? RowsConfig::kMostColumns : RowsConfig::kShortColumns;
+  constexpr int kMostBytes = kRing * 4 * kColumns + 2 * RowsConfig::kSums * static_cast<int>(sizeof(float2));
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for rows");
   const int blocks = grid_size(ceil_div(task.rows, 128) * RowsConfig::kCluster);
   kernel<<<blocks, RowsConfig::kThreads, bytes, stream_of(lane)>>>(task);

@@ -1,7 +1,7 @@
 // Norms, activations, gradients and column sums of any float type, stride and alignment, written to memory.
 //
-// Blocks take 128 x 128 tiles, threads 8 rows of 8 columns, one row at a time. A gated gradient [M, 2 H] is made for
-// columns c and H + c at once.
+// Blocks take 128 x 128 tiles, threads 8 rows of 8 columns, one row at a time. A gated gradient [M, 2 H] is
+// made for columns c and H + c at once.
 #include "activation.cuh"
 #include "columns.cuh"
 #include "norm_stats.cuh"

@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 }  // namespace
 
 void launch_produce_made(const Source& x, const Output& out, Lane lane) {
-  launch_made("produce_made_kernel", produce_made_kernel<false>, produce_made_kernel<true>, made_of(x, true), lane,
-              static_cast<bf16_t*>(out.data));
+  launch_made("produce_made_kernel", produce_made_kernel<false>, produce_made_kernel<true>,
+              made_of(x, true), lane, static_cast<bf16_t*>(out.data));
 }
 
 }  // namespace cuda

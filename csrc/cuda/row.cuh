@@ -1,7 +1,7 @@
 // Rows of any float type, eight neighbours at a time, and the sum of a row by a team of 128 threads.
 //
-// The type is a run-time value here: a branch per eight elements costs little, compiling everything three times
-// costs more. Order of the sums: te_dist/reference_producers.py.
+// The type is a run-time value here: a branch per eight elements costs little, compiling everything three
+// times costs more. Order of the sums: te_dist/reference_producers.py.
 #pragma once
 
 #include "common.cuh"
@@ -141,7 +141,8 @@ __device__ __forceinline__ Eight load_whole_eight(const RowView& row, int64_t co
   return result;
 }
 
-// A vector's eight values, or what leaves everything as it is where there is no vector. kWhole: of aligned eights.
+// A vector's eight values, or what leaves everything as it is where there is no vector. kWhole: of aligned
+// eights.
 template <bool kWhole = false>
 __device__ __forceinline__ void load_vector(const RowView& from, int64_t col, float none, float (&v)[8]) {
   if (from.data != nullptr) {
@@ -184,7 +185,8 @@ class RowTeam {
 
   static __device__ __forceinline__ int rank() { return static_cast<int>(threadIdx.x % kThreads); }
 
-  // The sum of all threads' accumulators, in all of them. Two buffers in turn: who is a sum ahead writes the other.
+  // The sum of all threads' accumulators, in all of them. Two buffers in turn: who is a sum ahead writes the
+  // other.
   __device__ __forceinline__ float sum(const float (&accumulators)[8]) {
     float* vectors = scratch_ + turn_ * kThreads;
     turn_ ^= 1;
@@ -213,7 +215,8 @@ __device__ __forceinline__ float reciprocal_deviation(float square_sum, float co
   return __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(square_sum, count) + eps));
 }
 
-// A warp on a bf16 row of whole, aligned vectors: lane l has vectors 32 i + l. Reads the row once, twice if centered.
+// A warp on a bf16 row of whole, aligned vectors: lane l has vectors 32 i + l. Reads the row once, twice if
+// centered.
 struct WarpRow {
   const uint4* row;
   int vectors;

@@ -1,5 +1,6 @@
-// A block of 512 threads on one bf16 row after another: thread t has columns 1024 i + 2 t and the next one, which are
-// two of the 1024 accumulators of a row's sum. What belongs to columns (gains, column sums) stays in registers.
+// A block of 512 threads on one bf16 row after another: thread t has columns 1024 i + 2 t and the next one,
+// which are two of the 1024 accumulators of a row's sum. What belongs to columns (gains, column sums) stays
+// in registers.
 #pragma once
 
 #include "row.cuh"

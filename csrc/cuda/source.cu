@@ -45,8 +45,8 @@ Made made_of(const Source& x, bool with_stats) {
   const bool ordered = with_stats && x.make_stats;
   if (ordered) check::required("the workspace", x.workspace, alignof(unsigned));
   made.order = bands_of(x.rows, made.cols, ordered ? static_cast<unsigned*>(x.workspace) : nullptr);
-  made.pieces = static_cast<unsigned>(grid_size(made.order.counters != nullptr ? band_pieces(made.order)
-                                                                               : tile_count(made.rows, made.cols)));
+  const int64_t pieces = ordered ? band_pieces(made.order) : tile_count(made.rows, made.cols);
+  made.pieces = static_cast<unsigned>(grid_size(pieces));
   return made;
 }
 

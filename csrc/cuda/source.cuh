@@ -1,14 +1,14 @@
 // Tiles of a bf16 matrix that a norm, an activation or an activation's gradient makes on the fly.
 //
-// Blocks stay and take tile after tile. Each thread has 8 x 8 patches of the operands, whose rows come through a ring
-// in shared memory, asynchronously, those of the next tile while this one is worked on: what is made costs as many
-// instructions as memory leaves time for, so neither may wait for the other. A thread turns row after row into its
-// patch of the made matrix, in shared memory too: loops instead of unrolled code keep the five activations small. No
-// thread touches another's patches, so none waits. The made patch then goes to registers, rounded to bf16 as if it
-// had been in memory, and the quantize kernels take over.
+// Blocks stay and take tile after tile. Each thread has 8 x 8 patches of the operands, whose rows come
+// through a ring in shared memory, asynchronously, those of the next tile while this one is worked on: what
+// is made costs as many instructions as memory leaves time for, so neither may wait for the other. A thread
+// turns row after row into its patch of the made matrix, in shared memory too: loops instead of unrolled code
+// keep the five activations small. No thread touches another's patches, so none waits. The made patch then
+// goes to registers, rounded to bf16 as if it had been in memory, and the quantize kernels take over.
 //
-// A gated gradient [M, 2 H] is made in pairs of tiles at columns c and H + c, which share two thirds of what they
-// read and the activation.
+// A gated gradient [M, 2 H] is made in pairs of tiles at columns c and H + c, which share two thirds of what
+// they read and the activation.
 #pragma once
 
 #include "activation.cuh"
@@ -54,7 +54,7 @@ struct Made {
 struct MadeConfig {
   static constexpr int kThreads = TileConfig::kThreads;
   static constexpr int kBlocksPerSm = 3;
-  static constexpr int kDepth = 8;                     // vectors of 16 bytes in a thread's ring
+  static constexpr int kDepth = 8;  // vectors of 16 bytes in a thread's ring
   static constexpr int kSlot = TileConfig::kPatch * kThreads;  // vectors of the ring, or of a made tile
   static constexpr int kSlotBytes = kSlot * 16;
   static constexpr int kSumsOffset = kSlotBytes / 2;  // in a made tile: behind the stage of a transposed plane
@@ -64,24 +64,26 @@ static_assert(MadeConfig::kDepth == TileConfig::kPatch, "one operand's ring hold
 // Checks what fusion needs. with_stats: the kernel makes a norm's statistics where they are missing.
 Made made_of(const Source& x, bool with_stats);
 
-// Starts the kernel for x's kind as kernel(made, arguments...): as many blocks as fit, each with its ring and its made
-// tiles.
+// Starts the kernel for x's kind as kernel(made, arguments...): as many blocks as fit, each with its ring and
+// its made tiles.
 template <typename Kernel, typename... Arguments>
 void launch_made(const char* name, Kernel other, Kernel activated, const Made& x, Lane lane,
                  const Arguments&... arguments) {
   const Kernel kernel = x.activated() ? activated : other;
   const int bytes = (x.paired() ? 3 : 2) * MadeConfig::kSlotBytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 3 * MadeConfig::kSlotBytes),
+  constexpr int kMostBytes = 3 * MadeConfig::kSlotBytes;  // never less: a graph may hold a launch that needs it
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for operands");
   const int64_t most = static_cast<int64_t>(multiprocessors()) * (x.paired() ? 2 : MadeConfig::kBlocksPerSm);
   if (x.order.counters != nullptr) launch_bands_reset(x.order, lane);
-  kernel<<<grid_size(smaller(x.pieces, most)), MadeConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
+  const int blocks = grid_size(smaller(x.pieces, most));
+  kernel<<<blocks, MadeConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
   check_launch(name);
 }
 
 // ---------------------------------------------------------------------------------------------- operands
-// 16 bytes to shared memory, past L1; zeros where there is no source. (With a cache hint for L2, ptxas 13.0 makes
-// instructions of it that the GPU refuses.)
+// 16 bytes to shared memory, past L1; zeros where there is no source. (With a cache hint for L2, ptxas 13.0
+// makes instructions of it that the GPU refuses.)
 __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                    static_cast<unsigned>(__cvta_generic_to_shared(to))),
@@ -113,8 +115,8 @@ struct Cursor {
   }
 };
 
-// A thread's ring of operand rows: a row of a patch is the operand, the other factor where gated, and the gradient.
-// Row i lies where row i + kRows will.
+// A thread's ring of operand rows: a row of a patch is the operand, the other factor where gated, and the
+// gradient. Row i lies where row i + kRows will.
 template <bool kGated, bool kGrad>
 struct OperandRing {
   static constexpr int kOperands = 1 + kGated + kGrad;
@@ -186,8 +188,8 @@ __device__ __forceinline__ void take_patch(const uint4* mine, Patch<bf16_t>& pat
   }
 }
 
-// A patch of which nothing, or a few instructions an element, is to be made: from the ring to registers, whereupon
-// the ring is filled again.
+// A patch of which nothing, or a few instructions an element, is to be made: from the ring to registers,
+// whereupon the ring is filled again.
 __device__ __forceinline__ void take_operand(const Made& x, MakeTask& task, Patch<bf16_t>& patch) {
   const OperandRing<false, false> ring{task.ring};
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -321,7 +323,8 @@ static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band
   band_done(x.order, band);
 }
 
-// The tiles that a block takes, in an order where norms make their statistics (see bands.cuh), else every so manyth.
+// The tiles that a block takes, in an order where norms make their statistics (see bands.cuh), else every so
+// manyth.
 template <bool kOrdered>
 class TileQueue {
  public:
@@ -384,12 +387,13 @@ __device__ __forceinline__ void store_column_sums(const Made& x, const Patch<bf1
   sums.store(x.partials, tile.row / TileConfig::kTile, tile.col, x.pitch, x.pitch);
 }
 
-// Makes the block's tiles (two at a time for a gated gradient) and hands each to consume(patch, place, inside). The
-// threads' patches lie at (patch_row, patch_col). memory: the block's dynamic shared memory. consume may use stage(),
-// half a tile, after a barrier of its own. shares: it does, or shares other memory between threads. backwards: starts
-// with the last tile, which L2 may still hold.
+// Half a made tile of shared memory, for what consume (below) stages.
 __device__ __forceinline__ void* made_stage(uint4* memory) { return memory + MadeConfig::kSlot; }
 
+// Makes the block's tiles (two at a time for a gated gradient) and hands each to consume(patch, place,
+// inside). The threads' patches lie at (patch_row, patch_col). memory: the block's dynamic shared memory.
+// consume may use made_stage after a barrier of its own. shares: it does, or shares other memory
+// between threads. backwards: starts with the last tile, which L2 may still hold.
 // kActivated: x.activated(), compiled apart because the other kinds live in registers.
 template <bool kActivated, typename Consume>
 __device__ __forceinline__ void for_each_made_tile(const Made& x, bool backwards, int patch_row, int patch_col,
