@@ -1,0 +1,111 @@
+"""The forward pass of a chain of stages. No autograd, no module, no global state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.gemm import gemm
+from te_dist.pipeline.args import FwdArgs, FwdResult, StageSaved, TensorOrQuantized
+from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
+from te_dist.pipeline.operands import one_plane, quantize_operand, split_rows
+from te_dist.plan import Move
+from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
+from te_dist.tensors.storage import QuantizedStorage
+
+
+def layer_forward(args: FwdArgs) -> FwdResult:
+    x = args.x
+    norm_output: Tensor | None = None
+    saved: list[StageSaved] = []
+    for index, stage in enumerate(args.config.stages):
+        kept = StageSaved()
+        operands: Sequence[TensorOrQuantized]
+        if isinstance(x, QuantizedStorage):
+            operands = [x]
+        else:
+            source = _produce(args, stage, x, kept, first=index == 0)
+            if stage.spec.produce == NORM and args.config.spec.return_norm_output:
+                norm_output = kernels.materialize(source)
+            operands = _operands(args, stage, source, kept, first=index == 0)
+        x = _multiply(args, stage, operands, args.weights[index], x.shape[0])
+        saved.append(kept)
+    assert isinstance(x, Tensor)
+    return FwdResult(x, norm_output, saved)
+
+
+def _produce(args: FwdArgs, stage: StageConfig, x: Tensor, kept: StageSaved, first: bool) -> Producer:
+    """What the stage's GEMM will consume, not yet made."""
+    spec = stage.spec
+    if spec.produce == NORM:
+        weight, bias = args.params[stage.first_param], args.params[stage.first_param + 1]
+        assert weight is not None
+        stats = torch.empty((2 if spec.layer_norm else 1, x.shape[0]), dtype=torch.float32, device=x.device)
+        mean, rstd = (stats[0], stats[1]) if spec.layer_norm else (None, stats[0])
+        if stage.needs_dgrad:
+            kept.produced_from, kept.mean, kept.rstd = (None if first else x), mean, rstd
+        return NormOutput(x, weight, bias, mean, rstd, eps=spec.eps, zero_centered=spec.zero_centered)
+    if spec.produce == ACTIVATION:
+        if stage.needs_dgrad and not first:
+            kept.produced_from = x
+        return ActivationOutput(x, spec.activation)
+    return Plain(x)
+
+
+def _operands(
+    args: FwdArgs, stage: StageConfig, source: Producer, kept: StageSaved, first: bool
+) -> list[TensorOrQuantized]:
+    """fprop's operand of every group; what wgrad will need of them goes to `kept`."""
+    is_input = first and isinstance(source, Plain)
+    keep_original = args.config.spec.save_original_input and is_input
+    quantizer = stage.x
+    if quantizer is not None and quantizer.columnwise and keep_original:  # backward quantizes again
+        quantizer = quantizer.with_usage(rowwise=True, columnwise=False) if stage.fprop else None
+    sources = split_rows(source, args.splits) if stage.spec.groups else [source]
+    quantized: list[QuantizedStorage] = []
+    if quantizer is not None:
+        quantized = [
+            quantize_operand(args.config, stage, "input", quantizer, part, args.scales, args.amaxes, group=group)
+            for group, part in enumerate(sources)
+        ]
+    if stage.needs_wgrad and not keep_original:
+        if quantized and stage.x_saved is not None:
+            saved_plane = stage.x_saved
+            kept.x = [one_plane(operand, saved_plane) for operand in quantized]
+        elif not is_input:
+            kept.x = [kernels.materialize(source)]
+    if stage.fprop and quantized:
+        return list(quantized)
+    return [kernels.materialize(part) for part in sources]
+
+
+def _multiply(
+    args: FwdArgs,
+    stage: StageConfig,
+    operands: Sequence[TensorOrQuantized],
+    weights: list[TensorOrQuantized],
+    rows: int,
+) -> Tensor:
+    comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
+    after = plan.y is not Move.NONE  # a bias is added once, not by every rank
+    sizes = args.splits if spec.groups and args.splits is not None else [rows]
+    results = []
+    for group, (operand, weight, size) in enumerate(zip(operands, weights, sizes, strict=True)):
+        bias = args.params[stage.bias_slot + group] if spec.has_bias and not after else None
+        gathered = comm.gather(plan.x, operand)
+        y = gemm(
+            gathered,
+            weight,
+            kind="fprop",
+            out_dtype=args.out_dtype,
+            bias=bias,
+            use_split_accumulator=stage.split_accumulator[0],
+        )
+        size = size * comm.size if plan.x is Move.ALL_GATHER else size
+        results.append(y if y.shape[0] == size else y[:size])
+    y = comm.reduce(plan.y, results[0] if len(results) == 1 else torch.cat(results))
+    bias = args.params[stage.bias_slot] if spec.has_bias and after else None
+    return y if bias is None else y + bias.to(y.dtype)
