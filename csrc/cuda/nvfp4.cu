@@ -684,19 +684,15 @@ void amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, fl
     const int64_t items = grid_size(x.rows / kBlock * across);
     const int64_t most = static_cast<int64_t>(multiprocessors()) * NvConfig::kAmaxBlocksPerSm;
     const int blocks = grid_size(smaller(ceil_div(items, NvConfig::kAmaxThreads / 32), most));
-    nvfp4_amax_kernel<T><<<blocks, NvConfig::kAmaxThreads, 0, stream_of(lane)>>>(
-        tile_input<T>(x), static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs, amax_row,
-        amax_col, noop);
-    check_launch("nvfp4_amax_kernel");
+    launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, NvConfig::kAmaxThreads, lane, tile_input<T>(x),
+           static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs, amax_row, amax_col,
+           noop);
   });
 }
 
 void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
-  check::input(x);
-  const bool empty = x.rows == 0 || x.cols == 0;
-  check::planes(out, 1, empty);
-  if (empty || (out.row_data == nullptr && out.col_data == nullptr)) return;  // no scales either
+  if (nothing_to_quantize(x, out, 1)) return;
   if (out.row_data != nullptr) {
     check::nibbles("columns", x.cols);
     check::required("amax_row", amax_row, sizeof(float));
@@ -715,14 +711,9 @@ void quantize_nvfp4(const Input& x, const Nvfp4Options& options, const float* am
                       static_cast<uint8_t*>(out.row_scale), amax_row};
     const int64_t across = NvTile<T>::across(x.cols);
     const int blocks = grid_size(ceil_div(x.rows, NvConfig::kRows) * across);
-    if (rule.rng == nullptr) {
-      nvfp4_kernel<T, false><<<blocks, NvConfig::kThreads, 0, stream_of(lane)>>>(
-          tile_input<T>(x), static_cast<unsigned>(across), row, col, rule, noop);
-    } else {
-      nvfp4_kernel<T, true><<<blocks, NvConfig::kThreads, 0, stream_of(lane)>>>(
-          tile_input<T>(x), static_cast<unsigned>(across), row, col, rule, noop);
-    }
-    check_launch("nvfp4_kernel");
+    const auto kernel = rule.rng == nullptr ? nvfp4_kernel<T, false> : nvfp4_kernel<T, true>;
+    launch("nvfp4_kernel", kernel, blocks, NvConfig::kThreads, lane, tile_input<T>(x),
+           static_cast<unsigned>(across), row, col, rule, noop);
   });
 }
 
