@@ -13,6 +13,7 @@ from te_dist import dynamo as dynamo
 from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
+from te_dist.modules import LayerNormLinear, LayerNormMLP, Linear, frozen_weights
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -60,6 +61,9 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
@@ -77,6 +81,7 @@ __all__ = [
     "TensorProto",
     "__version__",
     "autocast",
+    "frozen_weights",
     "implicit_dequantization",
     "implicit_dequantizations",
     "is_value_opaque_quantizer",

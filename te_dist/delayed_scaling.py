@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,24 @@ def update_scale(
     scale.copy_(torch.where(usable, fresh, scale))
     amax_history.copy_(amax_history.roll(-1, 0))
     amax_history[0].zero_()
+
+
+def largest_of(dtypes: Sequence[DType], device: torch.device | str | None = None) -> Tensor:
+    """fp8_max of every scale, as ``advance`` wants it."""
+    return torch.tensor([FP8_MAX[dtype] for dtype in dtypes], dtype=torch.float32, device=device)
+
+
+def advance(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
+    """``update_scale`` for scales of different formats at once: the start of a layer's step."""
+    amax = history.amax(0) if algorithm == "max" else history[0]
+    usable = (amax > 0) & (amax < torch.inf)
+    fresh = largest / torch.where(usable, amax, 1.0) / float(2**margin)
+    scales.copy_(torch.where(usable, fresh.clamp_max(torch.finfo(torch.float32).max), scales))
+    if history.shape[0] > 1:
+        history.copy_(history.roll(-1, 0))
+    history[0].zero_()
+
+
+def record(history: Tensor, amaxes: Tensor) -> None:
+    """Raise the current row of the history to what was seen. A NaN stays: it keeps the scale as it is."""
+    torch.maximum(history[0], amaxes, out=history[0])

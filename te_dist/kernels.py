@@ -62,6 +62,25 @@ def use_backend(name: str) -> Iterator[None]:
         _forced = previous
 
 
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """No kernel runs inside, and no product: buffers are allocated and that is all. For fake implementations."""
+    global _forced
+    previous, _forced = _forced, "shapes"
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+def is_shapes_only() -> bool:
+    return _forced == "shapes"
+
+
+def _nothing(*_: Any) -> None:
+    """Every kernel, while only shapes are asked for."""
+
+
 def has_extension() -> bool:
     return _extension is not None
 
@@ -91,6 +110,8 @@ def backend_name(device: torch.device | str, kernel: str = "quantize_block") -> 
 
 
 def _backend(device: torch.device, kernel: str) -> Any:
+    if _forced == "shapes":
+        return _nothing
     if _extension is None or _forced == "reference":
         return None
     if device.type == "cuda" and _extension.has_cuda:
@@ -100,6 +121,8 @@ def _backend(device: torch.device, kernel: str) -> Any:
 
 def _call(function: Any, device: torch.device, *args: Any) -> None:
     """Run an extension function on the caller's stream, or with as many threads as torch uses."""
+    if function is _nothing:
+        return
     if device.type == "cpu":
         function(*args, torch.get_num_threads())
     elif device.index is None or device.index == torch.cuda.current_device():
@@ -111,6 +134,8 @@ def _call(function: Any, device: torch.device, *args: Any) -> None:
 
 def _input(x: Tensor | Producer) -> tuple[Any, ...]:
     """Pointer, dtype code, M, K and row stride; `x` is 2-D with unit stride along K. A producer goes as one tuple."""
+    if _forced == "shapes":
+        return ()
     if isinstance(x, Producer):
         return (_producer(x),)
     rows, cols = x.shape
@@ -118,11 +143,13 @@ def _input(x: Tensor | Producer) -> tuple[Any, ...]:
 
 
 def _vector(v: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if v is None else (v.data_ptr(), _FLOAT_CODE[v.dtype])
+    return (0, 0) if v is None else (_ptr(v), _FLOAT_CODE[v.dtype])
 
 
 def _producer(p: Producer) -> tuple[Any, ...]:
     """The fields of csrc/api.h's Source, in order. Statistics are made by whoever is asked first."""
+    if _forced == "shapes":
+        return ()
     rows, cols = p.shape
     stride = max(p.x.stride(0), p.x.shape[1])
     partials, p.partials_ready = (0 if p.partials_ready else _ptr(p.partials)), True
@@ -146,7 +173,7 @@ def _producer(p: Producer) -> tuple[Any, ...]:
 
 
 def _ptr(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if tensor is None or _forced == "shapes" else tensor.data_ptr()
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -273,7 +300,7 @@ def norm_backward(
         weight_partials = partials[0] if weight_grad else None
         bias_partials = partials[-1] if bias_grad else None
         _call(
-            kernel, x.device, *_input(x), grad.data_ptr(), max(grad.stride(0), cols), *_vector(weight), zero_centered,
+            kernel, x.device, *_input(x), _ptr(grad), max(grad.stride(0), cols), *_vector(weight), zero_centered,
             _ptr(mean), _ptr(rstd), _ptr(dx), _FLOAT_CODE[dx.dtype], rows, cols,
             _ptr(weight_partials), _ptr(bias_partials),
         )  # fmt: skip

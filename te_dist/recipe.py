@@ -21,6 +21,7 @@ from te_dist.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -321,6 +322,15 @@ class CustomRecipe(Recipe):
         return made
 
 
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class NoRecipe(Recipe):
+    """High precision. Stands for None where an op wants a recipe."""
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return IdentityQuantizer()
+
+
 # ------------------------------------------------------------------------------------------------- state
 class RecipeState:
     """The quantizers that a module uses under one recipe, and delayed scaling's buffers."""
@@ -382,9 +392,17 @@ class _Active:
     """The innermost scope. An object's attribute, because Dynamo follows writes to those."""
 
     recipe: Recipe | None = None
+    disabled = False  # inside autocast(enabled=False): a module's own recipe does not count either
 
 
 _active = _Active()
+
+
+def recipe_in_force(own: Recipe | None) -> Recipe | None:
+    """The recipe of a module that has `own`: its own, else that of the scope; None in a disabled scope."""
+    if _active.disabled:
+        return None
+    return own if own is not None else _active.recipe
 
 
 def active_recipe() -> Recipe | None:
@@ -402,18 +420,20 @@ class autocast:
         MXFP8BlockScaling()
     """
 
-    __slots__ = ("_outer", "_recipe")
+    __slots__ = ("_enabled", "_outer", "_recipe")
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"autocast expects a Recipe but got {type(recipe).__name__}")
         self._recipe = (recipe or Float8CurrentScaling()) if enabled else None
-        self._outer: list[Recipe | None] = []
+        self._enabled = bool(enabled)
+        self._outer: list[tuple[Recipe | None, bool]] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append(_active.recipe)
+        self._outer.append((_active.recipe, _active.disabled))
         _active.recipe = self._recipe
+        _active.disabled = not self._enabled
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _active.recipe = self._outer.pop()
+        _active.recipe, _active.disabled = self._outer.pop()

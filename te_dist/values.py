@@ -59,7 +59,7 @@ def _expression(value: Any, names: dict[str, Any]) -> str:
     if isinstance(value, torch.dtype):
         names["torch"] = torch
         return str(value)
-    if isinstance(value, float) and value != value or value in (float("inf"), -float("inf")):
+    if (isinstance(value, float) and value != value) or value in (float("inf"), -float("inf")):
         return f"float({str(value)!r})"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)

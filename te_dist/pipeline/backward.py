@@ -12,7 +12,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.gemm import gemm
 from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
-from te_dist.pipeline.config import ACTIVATION, NORM, LayerConfig, StageConfig
+from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import high_precision, quantize_operand, split_rows
 from te_dist.producers import ActivationGradient, Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
@@ -110,9 +110,7 @@ def _dgrad(args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, weight: Ten
         weight = high_precision(weight, args.x_dtype)
     elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
         weight = weight.to(dy.dtype)
-    da = gemm(
-        dy, weight, kind="dgrad", out_dtype=args.x_dtype, use_split_accumulator=stage.split_accumulator[1]
-    )
+    da = gemm(dy, weight, kind="dgrad", out_dtype=args.x_dtype, use_split_accumulator=stage.split_accumulator[1])
     return da if da.shape[0] == rows else da[:rows]
 
 
@@ -210,11 +208,3 @@ def run_delayed(products: Sequence[object]) -> dict[int, Tensor]:
         if product.out is None:
             gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient
     return gradients
-
-
-def backward_needs_input(config: LayerConfig) -> bool:
-    """Whether the layer's own input has to be saved."""
-    first = config.stages[0]
-    if first.spec.produce != "identity":
-        return first.needs_dgrad
-    return first.needs_wgrad and (first.x_saved is None or config.spec.save_original_input)

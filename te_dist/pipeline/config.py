@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import torch
+
 from te_dist.comm import LOCAL, Comm
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import DelayedScaling, QuantizerRole, Recipe
@@ -81,11 +83,13 @@ class CallFlags(Value):
         input_grad: the gradient with respect to the layer's input.
         param_grads: for each slot of the parameter list.
         keep_planes: quantize weights with both planes whatever this call needs, because they are kept for later ones.
+        weight_grad_dtype: of the weights' gradients; None is each weight's own.
     """
 
     input_grad: bool
     param_grads: tuple[bool, ...]
     keep_planes: bool = False
+    weight_grad_dtype: torch.dtype | None = None
 
     @property
     def any_grad(self) -> bool:
@@ -98,10 +102,10 @@ class StageConfig:
 
     Attributes:
         x, weight, dy: quantizers of the operands.
+        dgrad_plane: quantizer of what is kept of the weight for dgrad; None if that is the weight itself, or nothing.
         x_saved: quantizer of what is kept of x for wgrad: one plane; None if x itself is kept, or nothing.
         fprop, dgrad, wgrad: whether each product runs on quantized operands.
         needs_dgrad, needs_wgrad, needs_bias_grad, needs_norm_grad: what backward computes.
-        saves_x: whether wgrad needs x (quantized or not).
         first_scale: index of this stage's first scale under delayed scaling.
     """
 
@@ -109,6 +113,7 @@ class StageConfig:
     x: Quantizer | None
     x_saved: Quantizer | None
     weight: Quantizer | None
+    dgrad_plane: Quantizer | None
     dy: Quantizer | None
     fprop: bool
     dgrad: bool
@@ -118,7 +123,6 @@ class StageConfig:
     needs_wgrad: bool
     needs_bias_grad: bool
     needs_norm_grad: bool
-    saves_x: bool
     split_accumulator: tuple[bool | None, bool | None, bool | None]
     first_scale: int
     first_param: int
@@ -208,14 +212,21 @@ def _stage(
     # x: the row plane for fprop, the column plane for wgrad. A dequantized backward keeps fprop's own plane.
     x_column = needs_wgrad and wgrad
     saved = _planes(x, False, True) if x_column else (_planes(x, True, False) if dequantized and needs_wgrad else None)
-    weight = _planes(w, fprop or flags.keep_planes, (needs_dgrad and dgrad) or flags.keep_planes)
+    uses_weight = fprop or (dgrad and needs_dgrad)
+    weight = None
+    if uses_weight:
+        weight = _planes(w, fprop or flags.keep_planes, (needs_dgrad and dgrad) or flags.keep_planes)
+    dgrad_plane = None
+    if weight is not None and needs_dgrad and (dgrad or dequantized):
+        dgrad_plane = _planes(weight, dequantized, not dequantized)
     products = () if recipe is None else (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     splits = tuple(product.use_split_accumulator for product in products) or (None, None, None)
     return StageConfig(
         spec=stage,
         x=_planes(x, fprop, x_column),
         x_saved=saved,
-        weight=weight if fprop or dgrad else None,
+        weight=weight,
+        dgrad_plane=dgrad_plane,
         dy=_planes(dy, dgrad and needs_dgrad, wgrad and needs_wgrad),
         fprop=fprop,
         dgrad=dgrad,
@@ -225,7 +236,6 @@ def _stage(
         needs_wgrad=needs_wgrad,
         needs_bias_grad=needs_bias,
         needs_norm_grad=needs_norm,
-        saves_x=needs_wgrad,
         split_accumulator=splits,  # type: ignore[arg-type]
         first_scale=scale,
         first_param=param,

@@ -1,0 +1,8 @@
+"""The modules that users train with; all of them run on te_dist.pipeline."""
+
+from te_dist.modules.layernorm_linear import LayerNormLinear
+from te_dist.modules.layernorm_mlp import LayerNormMLP
+from te_dist.modules.linear import Linear
+from te_dist.modules.scopes import frozen_weights
+
+__all__ = ["LayerNormLinear", "LayerNormMLP", "Linear", "frozen_weights"]
