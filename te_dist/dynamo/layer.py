@@ -4,7 +4,7 @@
     te_dist::update_weights     weights -> existing buffers              (mutates them)
     te_dist::layer_forward      x, weights -> y, what backward needs     (pure)
     te_dist::layer_backward     dy, ... -> gradients                     (pure)
-    te_dist::draw_seeds         seeds for stochastic rounding            (draws from torch's generator)
+    te_dist::layer_forward_seeded  the same, and seeds for stochastic rounding
 
 and for delayed scaling te_dist::advance_scales and te_dist::record_amaxes, which mutate its buffers.
 
@@ -12,7 +12,7 @@ No ``from __future__ import annotations``: the annotations become op schemas.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -23,20 +23,20 @@ from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
 from te_dist.pipeline.backward import layer_backward as backward_impl
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
 from te_dist.pipeline.forward import layer_forward as forward_impl
-from te_dist.pipeline.function import config_of, flatten_weights, rebuild_weights
-from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved
+from te_dist.pipeline.function import config_of, draw_seeds, flatten_weights, rebuild_weights
+from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved, saves_norm_output
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.storage import QuantizedStorage
 
 
 # ------------------------------------------------------------------------------------------------- weights
-def _amaxes(config: LayerConfig, scales: Tensor | None) -> Tensor | None:
+def _amaxes(config: LayerConfig, scales: Optional[Tensor]) -> Optional[Tensor]:
     return torch.zeros_like(scales) if config.delayed and scales is not None else None
 
 
 def _quantize_weights(
-    params: Sequence[Tensor | None], scales: Tensor | None, config: LayerConfig
+    params: Sequence[Optional[Tensor]], scales: Optional[Tensor], config: LayerConfig
 ) -> list[Tensor]:
     """The buffers of all weights, then the amaxes under delayed scaling."""
     amaxes = _amaxes(config, scales)
@@ -53,7 +53,7 @@ def _quantize_weights(
 
 @torch.library.custom_op("te_dist::quantize_weights", mutates_args=())
 def quantize_weights(
-    params: Sequence[Tensor | None], scales: Tensor | None, spec: LayerSpec, recipe: Recipe, flags: CallFlags
+    params: Sequence[Optional[Tensor]], scales: Optional[Tensor], spec: LayerSpec, recipe: Recipe, flags: CallFlags
 ) -> list[Tensor]:
     return _quantize_weights(params, scales, config_of(spec, recipe, flags))
 
@@ -66,11 +66,11 @@ def _(params: Any, scales: Any, spec: Any, recipe: Any, flags: Any) -> list[Tens
 
 @torch.library.custom_op("te_dist::update_weights", mutates_args=("workspaces", "amaxes"))
 def update_weights(
-    params: Sequence[Tensor | None],
+    params: Sequence[Optional[Tensor]],
     workspaces: Sequence[Tensor],
     amaxes: Tensor,
-    scales: Tensor | None,
-    skip: Tensor | None,
+    scales: Optional[Tensor],
+    skip: Optional[Tensor],
     spec: LayerSpec,
     recipe: Recipe,
     flags: CallFlags,
@@ -92,9 +92,9 @@ def _(params: Any, workspaces: Any, amaxes: Any, scales: Any, skip: Any, spec: A
 # ------------------------------------------------------------------------------------------------- forward
 def _forward(
     x: Tensor,
-    params: Sequence[Tensor | None],
+    params: Sequence[Optional[Tensor]],
     weights: Sequence[Tensor],
-    scales: Tensor | None,
+    scales: Optional[Tensor],
     splits: Sequence[int],
     config: LayerConfig,
     out_dtype: torch.dtype,
@@ -119,15 +119,16 @@ def _forward(
         out.append(result.norm_output.view(*lead, result.norm_output.shape[-1]))
     if amaxes is not None:
         out.append(amaxes)
-    return out + flatten_saved(result.saved)
+    saved = flatten_saved(result.saved)
+    return out + (saved[1:] if saves_norm_output(config) else saved)
 
 
 @torch.library.custom_op("te_dist::layer_forward", mutates_args=())
 def layer_forward(
     x: Tensor,
-    params: Sequence[Tensor | None],
+    params: Sequence[Optional[Tensor]],
     weights: Sequence[Tensor],
-    scales: Tensor | None,
+    scales: Optional[Tensor],
     splits: Sequence[int],
     spec: LayerSpec,
     recipe: Recipe,
@@ -145,16 +146,44 @@ def _(
         return _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
 
 
+# A layer whose gradients are rounded stochastically draws their seeds in forward, so that a second backward and a
+# recomputed forward see the same ones. In an op of its own, a partitioner would move the draw into backward.
+@torch.library.custom_op("te_dist::layer_forward_seeded", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def layer_forward_seeded(
+    x: Tensor,
+    params: Sequence[Optional[Tensor]],
+    weights: Sequence[Tensor],
+    scales: Optional[Tensor],
+    splits: Sequence[int],
+    spec: LayerSpec,
+    recipe: Recipe,
+    flags: CallFlags,
+    out_dtype: torch.dtype,
+) -> list[Tensor]:
+    """layer_forward, and the seeds at the end."""
+    made = _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
+    return [*made, draw_seeds(spec, x)]
+
+
+@layer_forward_seeded.register_fake
+def _(
+    x: Any, params: Any, weights: Any, scales: Any, splits: Any, spec: Any, recipe: Any, flags: Any, out_dtype: Any
+) -> list[Tensor]:
+    with kernels.shapes_only():
+        made = _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
+    return [*made, torch.empty((len(spec.stages), 2), dtype=torch.int64, device=x.device)]
+
+
 # ------------------------------------------------------------------------------------------------- backward
 def _backward(
     dy: Tensor,
-    dnorm_output: Tensor | None,
-    x: Tensor | None,
-    params: Sequence[Tensor | None],
+    dnorm_output: Optional[Tensor],
+    x: Optional[Tensor],
+    params: Sequence[Optional[Tensor]],
     weights: Sequence[Tensor],
     saved: Sequence[Tensor],
-    scales: Tensor | None,
-    seeds: Tensor | None,
+    scales: Optional[Tensor],
+    seeds: Optional[Tensor],
     splits: Sequence[int],
     config: LayerConfig,
     x_dtype: torch.dtype,
@@ -191,7 +220,7 @@ def _backward(
     return [g for g in gradients if g is not None] + ([] if amaxes is None else [amaxes])
 
 
-def _param(params: Sequence[Tensor | None], slot: int) -> Tensor:
+def _param(params: Sequence[Optional[Tensor]], slot: int) -> Tensor:
     param = params[slot]
     assert param is not None
     return param
@@ -206,7 +235,7 @@ def _weight_slots(config: LayerConfig) -> list[bool]:
 
 
 def _dgrad_weights(
-    config: LayerConfig, params: Sequence[Tensor | None], flat: Sequence[Tensor]
+    config: LayerConfig, params: Sequence[Optional[Tensor]], flat: Sequence[Tensor]
 ) -> list[list[TensorOrQuantized]]:
     """What dgrad reads: the plane that ``dgrad_planes`` kept of each weight, or the parameter."""
     tensors = iter(flat)
@@ -227,13 +256,13 @@ def _dgrad_weights(
 @torch.library.custom_op("te_dist::layer_backward", mutates_args=())
 def layer_backward(
     dy: Tensor,
-    dnorm_output: Tensor | None,
-    x: Tensor | None,
-    params: Sequence[Tensor | None],
+    dnorm_output: Optional[Tensor],
+    x: Optional[Tensor],
+    params: Sequence[Optional[Tensor]],
     weights: Sequence[Tensor],
     saved: Sequence[Tensor],
-    scales: Tensor | None,
-    seeds: Tensor | None,
+    scales: Optional[Tensor],
+    seeds: Optional[Tensor],
     splits: Sequence[int],
     spec: LayerSpec,
     recipe: Recipe,
@@ -256,16 +285,6 @@ def _(
 
 
 # ------------------------------------------------------------------------------------------------- small ones
-@torch.library.custom_op("te_dist::draw_seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def draw_seeds(like: Tensor, stages: int) -> Tensor:
-    return torch.randint(0, 2**62, (stages, 2), dtype=torch.int64, device=like.device)
-
-
-@draw_seeds.register_fake
-def _(like: Any, stages: Any) -> Tensor:
-    return torch.empty((stages, 2), dtype=torch.int64, device=like.device)
-
-
 @torch.library.custom_op("te_dist::advance_scales", mutates_args=("history", "scales"))
 def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
     advance(history, scales, largest, margin, algorithm)
@@ -301,41 +320,46 @@ class CompiledLayer(torch.autograd.Function):
         splits: list[int],
         weight_count: int,
         kept_weights: list[int],
-        saves_input: bool,
+        saves: tuple[bool, bool],
         delayed: bool,
         draws_seeds: bool,
-        scales: Tensor | None,
-        history: Tensor | None,
-        *tensors: Tensor | None,
+        scales: Optional[Tensor],
+        history: Optional[Tensor],
+        *tensors: Optional[Tensor],
     ) -> Any:
         weights, params = tensors[:weight_count], tensors[weight_count:]
-        made = torch.ops.te_dist.layer_forward(
-            x, list(params), list(weights), scales, splits, spec, recipe, flags, out_dtype
-        )
+        op = torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
+        made = op(x, list(params), list(weights), scales, splits, spec, recipe, flags, out_dtype)
+        seeds = None
+        if draws_seeds:
+            made, seeds = made[:-1], made[-1]
         results = 2 if spec.return_norm_output else 1
         first_saved = results
         if delayed:
             torch.ops.te_dist.record_amaxes(history, made[results])
             first_saved += 1
-        seeds = torch.ops.te_dist.draw_seeds(x, len(spec.stages)) if draws_seeds else None
         kept = [weights[i] for i in kept_weights]
         ctx.counts = (len(kept), len(params))
         ctx.no_gradients = (None,) * (12 + weight_count)
-        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype, saves_input)
+        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype)
+        saves_input, saves_norm = saves
+        norm_output = [made[1]] if saves_norm else []
         ctx.x_shape = x.shape
-        ctx.save_for_backward(x if saves_input else None, seeds, scales, history, *kept, *params, *made[first_saved:])
+        ctx.save_for_backward(
+            x if saves_input else None, seeds, scales, history, *kept, *params, *norm_output, *made[first_saved:]
+        )
         if results == 2:
             return made[0], made[1]
         return made[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor, dnorm_output: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dy: Tensor, dnorm_output: Optional[Tensor] = None) -> Any:
         x, seeds, scales, history, *rest = ctx.saved_tensors
         kept_count, param_count = ctx.counts
         kept, params = rest[:kept_count], rest[kept_count : kept_count + param_count]
         saved = rest[kept_count + param_count :]
-        spec, recipe, flags, splits, delayed, x_dtype, _ = ctx.constants
+        spec, recipe, flags, splits, delayed, x_dtype = ctx.constants
         rows = 1
         for size in ctx.x_shape[:-1]:
             rows = rows * size
@@ -360,8 +384,9 @@ class CompiledLayer(torch.autograd.Function):
         return dx, *ctx.no_gradients, *dparams
 
 
-def shapes_of(config: LayerConfig) -> tuple[list[int], bool]:
-    """Which of the weight buffers backward keeps, and whether it needs the input: constants of a compiled call."""
+def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool]]:
+    """Which of the weight buffers backward keeps, and whether it needs the input and the returned norm's output:
+    constants of a compiled call."""
     kept: list[int] = []
     at = 0
     for stage in config.stages:
@@ -373,4 +398,4 @@ def shapes_of(config: LayerConfig) -> tuple[list[int], bool]:
             wanted = [] if plane is None else list(plane._describe_buffers((32, 32)))
             kept.extend(at + i for i, name in enumerate(names) if name in wanted)
             at += len(names)
-    return kept, needs_input(config)
+    return kept, (needs_input(config), saves_norm_output(config))

@@ -21,7 +21,7 @@ from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, roles
 from te_dist.pipeline.forward import layer_forward
-from te_dist.pipeline.function import EagerLayer, LayerCall, flatten_weights, forward_args, rebuild_weights
+from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, recipe_in_force
@@ -42,13 +42,13 @@ def _call_constants(
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
     flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype)
     config = resolve(spec, recipe, flags)
-    kept, saves_input = compiled.shapes_of(config)
+    kept, saves = compiled.shapes_of(config)
     weight_count = sum(
         len(stage.weight._describe_buffers((32, 32))) * stage.spec.weights
         for stage in config.stages
         if stage.weight is not None
     )
-    return flags, recipe or NO_RECIPE, kept, saves_input, weight_count, config.delayed, config.draws_seed
+    return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
 
 
 class QuantizedLayer(torch.nn.Module):
@@ -179,7 +179,7 @@ class QuantizedLayer(torch.nn.Module):
                 return out
             return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
         if config.draws_seed:
-            call.seeds = torch.randint(0, 2**62, (len(config.stages), 2), dtype=torch.int64, device=inp.device)
+            call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
             self._main_grads(call, params, update)
         call.wgrad_store = self.wgrad_store
@@ -331,7 +331,7 @@ class QuantizedLayer(torch.nn.Module):
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
-        flags, known, kept, saves_input, weight_count, delayed, draws_seeds = _call_constants(
+        flags, known, kept, saves, weight_count, delayed, draws_seeds = _call_constants(
             self.spec, recipe, caching, None, *grads
         )
         scales = history = None
@@ -366,7 +366,7 @@ class QuantizedLayer(torch.nn.Module):
             )
             return (made[0], made[1]) if self.spec.return_norm_output else made[0]
         return compiled.CompiledLayer.apply(
-            inp, self.spec, known, flags, inp.dtype, splits or [], weight_count, kept, saves_input, delayed,
+            inp, self.spec, known, flags, inp.dtype, splits or [], weight_count, kept, saves, delayed,
             draws_seeds, scales, history, *weights, *params,
         )  # fmt: skip
 

@@ -43,8 +43,8 @@ def _produce(args: FwdArgs, stage: StageConfig, x: Tensor, kept: StageSaved, fir
     if spec.produce == NORM:
         weight, bias = args.params[stage.first_param], args.params[stage.first_param + 1]
         assert weight is not None
-        stats = torch.empty((2 if spec.layer_norm else 1, x.shape[0]), dtype=torch.float32, device=x.device)
-        mean, rstd = (stats[0], stats[1]) if spec.layer_norm else (None, stats[0])
+        rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if spec.layer_norm else None
         if stage.needs_dgrad:
             kept.produced_from, kept.mean, kept.rstd = (None if first else x), mean, rstd
         return NormOutput(x, weight, bias, mean, rstd, eps=spec.eps, zero_centered=spec.zero_centered)

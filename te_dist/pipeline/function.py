@@ -175,3 +175,8 @@ def config_of(spec: LayerSpec, recipe: Recipe, flags: CallFlags) -> LayerConfig:
     from te_dist.recipe import NoRecipe
 
     return resolve(spec, None if isinstance(recipe, NoRecipe) else recipe, flags)
+
+
+def draw_seeds(spec: LayerSpec, like: Tensor) -> Tensor:
+    """int64 [stages, 2] from torch's generator, which activation checkpointing restores before it recomputes."""
+    return torch.randint(0, 2**62, (len(spec.stages), 2), dtype=torch.int64, device=like.device)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from te_dist.kernels import as_rows
 from te_dist.pipeline.args import StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import IDENTITY, NORM, LayerConfig, StageConfig
 from te_dist.pipeline.operands import padded_rows
@@ -53,7 +54,7 @@ def rebuild_saved(
         if stage.needs_wgrad and not keeps_input(config, stage, first):
             sizes = splits if stage.spec.groups and splits is not None else [rows]
             if stage.x_saved is None:
-                kept.x = [next(tensors)]
+                kept.x = [as_rows(next(tensors))]
             else:
                 plane = stage.x_saved
                 kept.x = [assemble(tensors, plane, (padded_rows(plane, size), depth), dtype) for size in sizes]
@@ -79,3 +80,10 @@ def needs_input(config: LayerConfig) -> bool:
     if first.spec.produce != IDENTITY:
         return first.needs_dgrad
     return first.needs_wgrad and keeps_input(config, first, True)
+
+
+def saves_norm_output(config: LayerConfig) -> bool:
+    """Whether what wgrad reads is the norm's output, which the layer returns as well. It comes first in the flat
+    list, and an op, which must not return one tensor twice, leaves it out."""
+    first = config.stages[0]
+    return config.spec.return_norm_output and first.needs_wgrad and first.x_saved is None
