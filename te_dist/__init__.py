@@ -13,7 +13,7 @@ from te_dist import dynamo as dynamo
 from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
-from te_dist.modules import LayerNormLinear, LayerNormMLP, Linear, frozen_weights
+from te_dist.modules import ConversionReport, LayerNormLinear, LayerNormMLP, Linear, convert, frozen_weights
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -50,6 +50,7 @@ from te_dist.tensors import (
 from te_dist.version import __version__
 
 __all__ = [
+    "ConversionReport",
     "DType",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -81,6 +82,7 @@ __all__ = [
     "TensorProto",
     "__version__",
     "autocast",
+    "convert",
     "frozen_weights",
     "implicit_dequantization",
     "implicit_dequantizations",

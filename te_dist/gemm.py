@@ -22,6 +22,7 @@ from torch import Tensor
 from te_dist import gemm_native, kernels, reference
 from te_dist.capability import RULES, cuda_version
 from te_dist.formats import BLOCK_SIZE, INPUT_DTYPES, DType, ceil_div
+from te_dist.gemm_direct import direct
 from te_dist.gemm_native import HIGH_PRECISION, Factor, scaled_product
 from te_dist.reference_producers import fma as _fma
 from te_dist.tensors import (
@@ -194,6 +195,12 @@ def gemm(
         >>> gemm(x, w, kind="fprop", out_dtype=torch.bfloat16)[0, 0].item()
         64.0
     """
+    if out is None and backend == "auto":
+        (_, column_a), (_, column_b) = KINDS.get(kind, (("", False),) * 2)
+        fast = kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
+        result = direct(a, b, column_a, column_b, out_dtype, bias, fast)
+        if result is not None:
+            return result
     _check_options(kind, out_dtype, backend)
     factor_a, factor_b = (
         Factor(role, _operand(value, role), column) for value, (role, column) in zip((a, b), KINDS[kind], strict=True)

@@ -43,6 +43,13 @@ Matrix = Any  # Tensor | Producer
 _FLOAT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_CODE = {DType.kFloat8E4M3: 0, DType.kFloat8E5M2: 1}
 
+# Device type -> name -> function.
+_TABLES: dict[str, dict[str, Any]] = {}
+if _extension is not None:
+    _TABLES["cpu"] = vars(_extension.cpu)
+    if _extension.has_cuda:
+        _TABLES["cuda"] = vars(_extension.cuda)
+
 BACKENDS = ("auto", "reference")
 _forced = os.environ.get("TE_DIST_BACKEND", "auto")
 if _forced not in BACKENDS:
@@ -112,11 +119,10 @@ def backend_name(device: torch.device | str, kernel: str = "quantize_block") -> 
 def _backend(device: torch.device, kernel: str) -> Any:
     if _forced == "shapes":
         return _nothing
-    if _extension is None or _forced == "reference":
+    if _forced == "reference":
         return None
-    if device.type == "cuda" and _extension.has_cuda:
-        return getattr(_extension.cuda, kernel, None)
-    return getattr(_extension.cpu, kernel, None) if device.type == "cpu" else None
+    table = _TABLES.get(device.type)
+    return None if table is None else table.get(kernel)
 
 
 def _call(function: Any, device: torch.device, *args: Any) -> None:

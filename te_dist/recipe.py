@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Value):
-        return dataclasses.asdict(value)  # type: ignore[call-overload]
+        return dataclasses.asdict(value)
     if callable(value):
         raise TypeError("a recipe that holds a function cannot be written as JSON")
     return value

@@ -45,7 +45,7 @@ def _global(value: Any, names: dict[str, Any]) -> str:
 def _expression(value: Any, names: dict[str, Any]) -> str:
     """Python code that makes an equal value."""
     if isinstance(value, Value):
-        fields = [f for f in dataclasses.fields(value) if f.init]  # type: ignore[arg-type]
+        fields = [f for f in dataclasses.fields(value) if f.init]
         inner = (f"{f.name}={_expression(getattr(value, f.name), names)}" for f in fields)
         return f"{_global(type(value), names)}({', '.join(inner)})"
     if hasattr(value, "__fx_repr__"):  # a quantizer

@@ -1,8 +1,9 @@
 """The modules that users train with; all of them run on te_dist.pipeline."""
 
+from te_dist.modules.convert import ConversionReport, convert
 from te_dist.modules.layernorm_linear import LayerNormLinear
 from te_dist.modules.layernorm_mlp import LayerNormMLP
 from te_dist.modules.linear import Linear
 from te_dist.modules.scopes import frozen_weights
 
-__all__ = ["LayerNormLinear", "LayerNormMLP", "Linear", "frozen_weights"]
+__all__ = ["ConversionReport", "LayerNormLinear", "LayerNormMLP", "Linear", "convert", "frozen_weights"]

@@ -63,6 +63,7 @@ class QuantizedLayer(torch.nn.Module):
     recipe: Recipe | None
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
+    _fp8_largest: Tensor | None
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -336,7 +337,7 @@ class QuantizedLayer(torch.nn.Module):
         )
         scales = history = None
         amaxes = None
-        if delayed:
+        if delayed and isinstance(recipe, DelayedScaling):
             self._ensure_delayed(recipe)
             scales, history = self.fp8_scale, self.fp8_amax_history
             if any(grads) and update:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import InitMethod
@@ -27,6 +28,11 @@ class LayerNormLinear(QuantizedLayer):
         recipe, params_dtype, init_method, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, name: as for
             ``te_dist.Linear``.
     """
+
+    layer_norm_weight: Parameter
+    layer_norm_bias: Parameter | None
+    weight: Parameter
+    bias: Parameter | None
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn import Parameter
 
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import InitMethod
@@ -36,6 +37,13 @@ class LayerNormMLP(QuantizedLayer):
         checkpoint: keep only the input, and compute forward again during backward.
         others: as for ``LayerNormLinear``.
     """
+
+    layer_norm_weight: Parameter
+    layer_norm_bias: Parameter | None
+    fc1_weight: Parameter
+    fc1_bias: Parameter | None
+    fc2_weight: Parameter
+    fc2_bias: Parameter | None
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class Linear(QuantizedLayer, torch.nn.Linear):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        self._init_method = None
+        self._init_method: InitMethod | None = None
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype or params_dtype)
         if init_method is not None:
             self._init_method = init_method
@@ -79,7 +79,7 @@ class Linear(QuantizedLayer, torch.nn.Linear):
                 torch.nn.init.kaiming_uniform_(getattr(self, f"{name}_weight"), a=5**0.5)
             return
         torch.nn.Linear.reset_parameters(self)
-        if getattr(self, "_init_method", None) is not None and self.weight.device.type != "meta":
+        if self._init_method is not None and self.weight.device.type != "meta":
             with torch.no_grad():
                 self._init_method(self.weight)
 

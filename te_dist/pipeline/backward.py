@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,11 +200,11 @@ def _through_producer(
     return Plain(dx)
 
 
-def run_delayed(products: Sequence[object]) -> dict[int, Tensor]:
+def run_delayed(products: Sequence[Any]) -> dict[int, Tensor]:
     """The products that ``wgrad_store`` has collected: gradients by parameter slot."""
     gradients: dict[int, Tensor] = {}
     for item in products:
-        slot, product = item  # type: ignore[misc]
+        slot, product = item
         gradient = product.run()
         if product.out is None:
             gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient

@@ -11,7 +11,7 @@ from te_dist import kernels
 from te_dist.gemm import gemm
 from te_dist.pipeline.args import FwdArgs, FwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
-from te_dist.pipeline.operands import one_plane, quantize_operand, split_rows
+from te_dist.pipeline.operands import quantize_operand, split_rows
 from te_dist.plan import Move
 from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
@@ -74,7 +74,7 @@ def _operands(
     if stage.needs_wgrad and not keep_original:
         if quantized and stage.x_saved is not None:
             saved_plane = stage.x_saved
-            kept.x = [one_plane(operand, saved_plane) for operand in quantized]
+            kept.x = [operand._planes_of(saved_plane) for operand in quantized]
         elif not is_input:
             kept.x = [kernels.materialize(source)]
     if stage.fprop and quantized:

@@ -14,14 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_dist.kernels import as_rows
 from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
 from te_dist.pipeline.backward import layer_backward
-from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
+from te_dist.pipeline.config import NORM, CallFlags, LayerConfig, LayerSpec, resolve
 from te_dist.pipeline.forward import layer_forward
-from te_dist.pipeline.saved import assemble, flatten_operand, flatten_saved, needs_input, rebuild_saved
+from te_dist.pipeline.saved import (
+    assemble,
+    fill_in,
+    flatten_operand,
+    flatten_saved,
+    hollow_out,
+    needs_input,
+    rebuild_saved,
+)
 from te_dist.pipeline.weights import dgrad_operand
-from te_dist.recipe import Recipe
-from te_dist.tensors.storage import QuantizedStorage, prepare_for_saving, restore_from_saved
+from te_dist.recipe import NoRecipe, Recipe
+from te_dist.tensors.storage import QuantizedStorage
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,18 +74,21 @@ class EagerLayer(torch.autograd.Function):
         config = call.config
         ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
         ctx.param_dtypes = [None if p is None else p.dtype for p in params]
-        ctx.rows = call.x.shape[0]
-        weights: list[TensorOrQuantized | None] = []
-        for stage, operands in zip(config.stages, call.weights, strict=True):
-            for group, operand in enumerate(operands):
-                weights.append(dgrad_operand(stage, operand, params[stage.weight_slot + group]))
-        norm_weights = [_norm_weight(stage, params) for stage in config.stages]
-        inputs = [call.x if needs_input(config) else None, call.seeds, call.scales if config.delayed else None]
-        tensors, ctx.specs = prepare_for_saving(*inputs, *norm_weights, *weights)
-        ctx.fixed = len(tensors)
-        ctx.depths = _depths(config, params)
+        ctx.rows, ctx.depths = call.x.shape[0], _depths(config, params)
+        operands: list[TensorOrQuantized | None] = [
+            call.x if needs_input(config) else None,
+            call.seeds,
+            call.scales,
+        ]
+        for stage, weights in zip(config.stages, call.weights, strict=True):
+            is_norm = stage.spec.produce == NORM and stage.needs_dgrad
+            operands.append(params[stage.first_param] if is_norm else None)
+            operands.extend(
+                dgrad_operand(stage, weight, params[stage.weight_slot + group]) for group, weight in enumerate(weights)
+            )
+        tensors, ctx.shells = hollow_out(operands)
         ctx.save_for_backward(*tensors, *flatten_saved(result.saved))
-        # Weights and the input are held by what was saved; the call is kept for its plain members.
+        # What autograd holds now must not be held a second time: it is to be freed after backward.
         call.x, call.weights, call.scales, call.seeds = None, [], None, None  # type: ignore[assignment]
         out = result.out.view(*call.lead, result.out.shape[-1])
         if not config.spec.return_norm_output:
@@ -89,18 +101,14 @@ class EagerLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dnorm_output: Tensor | None = None) -> Any:
         call: LayerCall = ctx.call
         config = call.config
-        tensors = ctx.saved_tensors
-        values: Any = restore_from_saved(ctx.specs, tensors[: ctx.fixed])
-        x, seeds, scales = values[:3]
-        stages = config.stages
+        tensors = iter(ctx.saved_tensors)
+        operands: Any = iter(fill_in(ctx.shells, tensors))
+        x, seeds, scales = next(operands), next(operands), next(operands)
         params: list[Tensor | None] = [None] * config.spec.param_count
-        for stage, weight in zip(stages, values[3 : 3 + len(stages)], strict=True):
-            if weight is not None:
-                params[stage.first_param] = weight
-        rest = iter(values[3 + len(stages) :])
-        weights = [[next(rest) for _ in range(stage.spec.weights)] for stage in stages]
-        saved_rows = ctx.rows
-        saved = rebuild_saved(config, iter(tensors[ctx.fixed :]), saved_rows, ctx.depths, ctx.x_dtype, call.splits)
+        weights = []
+        for stage in config.stages:
+            params[stage.first_param] = next(operands)
+            weights.append([next(operands) for _ in range(stage.spec.weights)])
         result = layer_backward(
             BwdArgs(
                 dy=_matrix(dy, call.out_dtype),
@@ -108,7 +116,7 @@ class EagerLayer(torch.autograd.Function):
                 x=x,
                 params=params,
                 weights=weights,
-                saved=saved,
+                saved=rebuild_saved(config, tensors, ctx.rows, ctx.depths, ctx.x_dtype, call.splits),
                 config=config,
                 x_dtype=ctx.x_dtype,
                 param_dtypes=ctx.param_dtypes,
@@ -125,10 +133,6 @@ class EagerLayer(torch.autograd.Function):
         return None, dx, *result.dparams
 
 
-def _norm_weight(stage: Any, params: Sequence[Tensor | None]) -> Tensor | None:
-    return params[stage.first_param] if stage.spec.produce == "norm" and stage.needs_dgrad else None
-
-
 def _depths(config: LayerConfig, params: Sequence[Tensor | None]) -> list[int]:
     """K of every stage."""
     depths = []
@@ -141,8 +145,6 @@ def _depths(config: LayerConfig, params: Sequence[Tensor | None]) -> list[int]:
 
 def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., N] -> [M, N], contiguous along N, in the dtype that the forward result had."""
-    from te_dist.kernels import as_rows
-
     return as_rows(t if t.dtype == dtype else t.to(dtype))
 
 
@@ -171,9 +173,6 @@ def rebuild_weights(
 
 
 def config_of(spec: LayerSpec, recipe: Recipe, flags: CallFlags) -> LayerConfig:
-    from te_dist.pipeline.config import resolve
-    from te_dist.recipe import NoRecipe
-
     return resolve(spec, None if isinstance(recipe, NoRecipe) else recipe, flags)
 
 

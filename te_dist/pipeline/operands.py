@@ -8,17 +8,14 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.pipeline.config import LayerConfig, StageConfig
 from te_dist.producers import Plain, Producer
-from te_dist.quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer
+from te_dist.quantizers import Float8Quantizer, Quantizer
 from te_dist.tensors.storage import QuantizedStorage
-
-NVFP4_ROWS = 16  # the column plane's transform and packing want whole blocks along M
 
 
 def padded_rows(quantizer: Quantizer, rows: int) -> int:
-    """M as the quantizer can take it. Rows of zeros change no amax and add nothing to a product."""
-    if isinstance(quantizer, NVFP4Quantizer) and quantizer.columnwise:
-        return -(-rows // NVFP4_ROWS) * NVFP4_ROWS
-    return rows
+    """M as the quantizer can take it."""
+    multiple = quantizer.row_multiple
+    return rows if multiple == 1 else -(-rows // multiple) * multiple
 
 
 def quantize_operand(
@@ -37,29 +34,37 @@ def quantize_operand(
     wanted = padded_rows(quantizer, rows)
     if wanted != rows:
         matrix = kernels.materialize(source)
-        source = Plain(torch.nn.functional.pad(matrix, (0, 0, 0, wanted - rows)))
+        padded = Plain(torch.nn.functional.pad(matrix, (0, 0, 0, wanted - rows)))
+        source = padded
+    amax_group = None if operand == "weight" else stage.spec.comm.amax_group
     if config.delayed:
-        index = stage.scale_index(operand, group)
         assert scales is not None and amaxes is not None
-        quantizer = Float8Quantizer(
-            scales[index : index + 1],
-            amaxes[index : index + 1],
-            quantizer.fp8_dtype,  # type: ignore[attr-defined]
-            rowwise=quantizer.rowwise,
-            columnwise=quantizer.columnwise,
-        )
-    amax_group = stage.spec.comm.amax_group if operand != "weight" else None
+        index = stage.scale_index(operand, group)
+        return quantize_delayed(quantizer, source, scales, amaxes, index, amax_group)
     return quantizer.quantize_produced(source, (wanted, cols), amax_reduction_group=amax_group, rng_state=seed)
+
+
+def quantize_delayed(
+    layout: Quantizer,
+    source: Producer | Tensor,
+    scales: Tensor,
+    amaxes: Tensor,
+    index: int,
+    group: str | None = None,
+    out: QuantizedStorage | None = None,
+    noop: Tensor | None = None,
+) -> QuantizedStorage:
+    """Cast with scale `index`, and raise amax `index` to what was seen. `layout` says which planes and format."""
+    live = Float8Quantizer.around(scales[index : index + 1], amaxes[index : index + 1], layout)
+    if out is None:
+        out = layout.new_matrix(source.shape, source.dtype, source.device)
+    live._quantize_into(source, out, group, noop, None)
+    return out
 
 
 def high_precision(operand: Tensor | QuantizedStorage, dtype: torch.dtype) -> Tensor:
     """An operand as a plain tensor."""
     return operand.dequantize(dtype=dtype) if isinstance(operand, QuantizedStorage) else operand
-
-
-def one_plane(operand: QuantizedStorage, quantizer: Quantizer) -> QuantizedStorage:
-    """The storage reduced to the planes of `quantizer`, sharing buffers."""
-    return operand.with_usage(rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
 
 
 def split_rows(source: Producer, splits: list[int] | None) -> list[Producer]:

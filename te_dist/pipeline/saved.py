@@ -3,7 +3,7 @@ alone, so a compiled backward needs nothing but the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +24,40 @@ def assemble(
     tensors: Iterator[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedStorage:
     """The storage that `quantizer` makes of a matrix of that shape, around the next tensors."""
-    names = quantizer._describe_buffers(shape, dtype)
-    buffers: dict[str, Tensor | None] = {name: next(tensors) for name in names}
-    return quantizer.storage_cls(buffers, shape=shape, dtype=dtype, quantizer=quantizer)
+    buffers = {name: next(tensors) for name, _, _ in quantizer._layout(shape, dtype)}
+    return quantizer.storage_cls._around(buffers, torch.Size(shape), dtype, quantizer)
+
+
+Shell = tuple[tuple[str, ...], torch.Size, torch.dtype, Quantizer] | bool
+
+
+def hollow_out(operands: Sequence[TensorOrQuantized | None]) -> tuple[list[Tensor], list[Shell]]:
+    """The tensors of the operands, for autograd to hold, and what ``fill_in`` needs to put them together again."""
+    tensors: list[Tensor] = []
+    shells: list[Shell] = []
+    for operand in operands:
+        if isinstance(operand, QuantizedStorage):
+            names = tuple(operand.inner_names())
+            tensors.extend(getattr(operand, name) for name in names)
+            shells.append((names, operand.shape, operand.dtype, operand.quantizer))
+        else:
+            shells.append(operand is not None)
+            if operand is not None:
+                tensors.append(operand)
+    return tensors, shells
+
+
+def fill_in(shells: Sequence[Shell], tensors: Iterator[Tensor]) -> list[TensorOrQuantized | None]:
+    """The inverse of ``hollow_out``."""
+    operands: list[TensorOrQuantized | None] = []
+    for shell in shells:
+        if isinstance(shell, bool):
+            operands.append(next(tensors) if shell else None)
+        else:
+            names, shape, dtype, quantizer = shell
+            buffers = {name: next(tensors) for name in names}
+            operands.append(quantizer.storage_cls._around(buffers, shape, dtype, quantizer))
+    return operands
 
 
 def flatten_saved(saved: list[StageSaved]) -> list[Tensor]:

@@ -68,13 +68,7 @@ def weight_quantizer(
         return quantizer
     assert scales is not None and amaxes is not None
     index = stage.scale_index("weight", group)
-    return Float8Quantizer(
-        scales[index : index + 1],
-        amaxes[index : index + 1],
-        quantizer.fp8_dtype,  # type: ignore[attr-defined]
-        rowwise=quantizer.rowwise,
-        columnwise=quantizer.columnwise,
-    )
+    return Float8Quantizer.around(scales[index : index + 1], amaxes[index : index + 1], quantizer)
 
 
 def dgrad_operand(stage: StageConfig, weight: TensorOrQuantized, param: Tensor | None) -> TensorOrQuantized | None:
@@ -85,5 +79,7 @@ def dgrad_operand(stage: StageConfig, weight: TensorOrQuantized, param: Tensor |
         plane = stage.dgrad_plane
         if plane is None:
             return weight
-        return weight.with_usage(rowwise=plane.rowwise, columnwise=plane.columnwise)
+        if (plane.rowwise and not weight.has_rowwise) or (plane.columnwise and not weight.has_columnwise):
+            return weight.with_usage(rowwise=plane.rowwise, columnwise=plane.columnwise)
+        return weight._planes_of(plane)
     return param

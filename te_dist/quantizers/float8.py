@@ -135,6 +135,19 @@ class Float8Quantizer(Float8QuantizerBase):
         self.columnwise = bool(columnwise)
         self._check_usage()
 
+    @classmethod
+    def around(cls, scale: Tensor, amax: Tensor, layout: Quantizer) -> Float8Quantizer:
+        """A quantizer with the planes and the format of `layout`, without checks: for one call inside an op."""
+        self = cls.__new__(cls)
+        self.__dict__.update(
+            scale=scale,
+            amax=amax,
+            fp8_dtype=layout.fp8_dtype,
+            rowwise=layout.rowwise,
+            columnwise=layout.columnwise,
+        )
+        return self
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Unlike a value quantizer this one may be pointed at other state; a group is still refused."""
         if holds_group(value):

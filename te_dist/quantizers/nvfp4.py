@@ -90,6 +90,11 @@ class NVFP4Quantizer(Quantizer):
         """The sign pattern as an integer: bit i set means that input i is negated."""
         return HADAMARD_SIGN_MASK if self.with_random_sign_mask else 0
 
+    @property
+    def row_multiple(self) -> int:  # type: ignore[override]
+        """Rows of zeros up to whole blocks change no amax and add nothing to a product."""
+        return NVFP4_BLOCK_SIZE if self.columnwise else 1
+
     def _check_shape(self, shape: Sequence[int]) -> None:
         check_has_dimensions(shape, type(self).__name__)
         rows, cols = matrix_size(shape)
