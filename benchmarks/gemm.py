@@ -6,6 +6,7 @@ python benchmarks/gemm.py [--json PATH]
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def measure(m: int, n: int, k: int, repeats: int) -> list[dict[str, Any]]:
     for name, quantizers in formats().items():
         made = {role: q.quantize({"x": x, "w": w, "dy": dy}[role]) for role, q in quantizers.items()}
         for kind, (a, b) in {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}.items():
-            us = median_us(
-                lambda a=a, b=b, kind=kind: gemm(made[a], made[b], kind=kind, out_dtype=torch.bfloat16), repeats
-            )
+            run = functools.partial(gemm, made[a], made[b], kind=kind, out_dtype=torch.bfloat16)
+            us = median_us(run, repeats)
             rows.append(
                 {
                     "shape": [m, n, k],
