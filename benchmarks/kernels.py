@@ -1,9 +1,10 @@
 """CUDA kernels against the memory limit: time, bytes that must move, and the share of the copy bandwidth measured here.
 
-    python benchmarks/kernels.py [--json PATH] [--shape 16384x8192 ...]
+    python benchmarks/kernels.py [--json PATH] [--shape 16384x8192 ...] [--only TEXT]
 
 Times are medians over CUDA events. Each call of a kernel reads another input, several of them together larger than the
-L2 cache. The limit is the device-to-device copy bandwidth (bytes read plus written) of the same run.
+L2 cache. The limit is the device-to-device copy bandwidth (bytes read plus written) of the same run. Cases that name a
+norm or an activation quantize its result, made on the fly; "torch.compile" cases do the same with generated kernels.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import te_dist
+from te_dist import kernels
+from te_dist.producers import ActivationGradient, ActivationOutput, NormOutput, Plain, Producer
 
 L2_BYTES = 64 * 2**20
 
@@ -47,43 +51,143 @@ def copy_bandwidth(repeats: int) -> float:
     return 2 * source.numel() / median_us([lambda: target.copy_(source)], repeats)
 
 
-def cases() -> dict[str, tuple[te_dist.Quantizer, float]]:
-    """Quantizer and bytes per element that must move (bf16 input read once per pass, each plane written once)."""
-    found: dict[str, tuple[te_dist.Quantizer, float]] = {}
-    for label, usage, planes in (("row", {"columnwise": False}, 1), ("row+column", {}, 2)):
-        found[f"current scaling, {label}"] = te_dist.Float8CurrentScalingQuantizer("e4m3", **usage), 4 + planes
-        for dim, name in ((1, "1x128"), (2, "128x128")):
-            quantizer = te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=dim, **usage)
-            found[f"blockwise {name}, {label}"] = quantizer, 2 + planes
-        found[f"mxfp8 1x32, {label}"] = te_dist.MXFP8Quantizer("e4m3", **usage), 2 + planes * (1 + 1 / 32)
-        nvfp4 = te_dist.NVFP4Quantizer(with_rht=True, **usage)
-        found[f"nvfp4 1x16 RHT, {label}"] = nvfp4, 4 + planes * (0.5 + 1 / 16)
-    return found
+class Case(NamedTuple):
+    name: str
+    bytes: float  # that must move, per element of the quantized matrix
+    call: Callable[[Tensor], object]  # of an input [rows, cols]
+    wide: bool = False  # the input is [rows, 2 cols]
 
 
-def measure(rows: int, cols: int, bandwidth: float, repeats: int) -> list[dict[str, object]]:
-    count = max(2, -(-L2_BYTES * 3 // (rows * cols * 2)))
-    inputs = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    results = []
-    for name, (quantizer, bytes_per_element) in cases().items():
-        outs = [quantizer.make_empty((rows, cols), device="cuda") for _ in inputs]
+PLANES = (("row", {"columnwise": False}, 1), ("row+column", {}, 2))
 
-        def call(x: Tensor, out: te_dist.QuantizedStorage, q: te_dist.Quantizer = quantizer) -> object:
-            return q.quantize(x, out=out)
 
-        functions = [lambda x=x, out=out, c=call: c(x, out) for x, out in zip(inputs, outs, strict=True)]
-        us = median_us(functions, repeats)
-        moved = bytes_per_element * rows * cols
-        results.append(
-            {
-                "kernel": name,
-                "shape": [rows, cols],
-                "us": us,
-                "limit_us": moved / bandwidth,
-                "fraction": moved / bandwidth / us,
-            }
+def quantize_cases() -> Iterator[Case]:
+    """A bf16 matrix in memory: read once per pass, each plane written once."""
+    for label, usage, planes in PLANES:
+        found = {
+            "current scaling": (te_dist.Float8CurrentScalingQuantizer("e4m3", **usage), 4 + planes),
+            "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1, **usage), 2 + planes),
+            "blockwise 128x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2, **usage), 2 + planes),
+            "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 2 + planes * (1 + 1 / 32)),
+            "nvfp4 1x16 RHT": (te_dist.NVFP4Quantizer(with_rht=True, **usage), 4 + planes * (0.5 + 1 / 16)),
+        }
+        for name, (quantizer, moved) in found.items():
+            yield Case(f"{name}, {label}", moved, lambda x, q=quantizer: q.quantize(x))
+
+
+def norm(x: Tensor, layer_norm: bool, vectors: dict[int, Tensor]) -> NormOutput:
+    """`vectors` keeps weights from call to call, so that making them is not measured."""
+    rows, cols = x.shape
+    weight = vectors.setdefault(cols, torch.ones(cols, device=x.device, dtype=torch.bfloat16))
+    stats = torch.empty(2, rows, device=x.device)
+    centered = (weight, stats[0]) if layer_norm else (None, None)
+    return NormOutput(x, weight, *centered, stats[1], eps=1e-5)
+
+
+def with_sums(x: Tensor) -> Plain:
+    made = Plain(x)
+    made.want_column_sums()
+    return made
+
+
+def producer_cases() -> Iterator[Case]:
+    """What a norm or an activation makes, quantized; `read` are the bytes that making it once reads per element."""
+    ones: dict[int, Tensor] = {}
+    grads: dict[tuple[int, int], Tensor] = {}
+
+    def grad(rows: int, cols: int) -> Tensor:
+        shape = (rows, cols)
+        if shape not in grads:
+            grads[shape] = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return grads[shape]
+
+    producers: dict[str, tuple[Callable[[Tensor], Producer], float, bool]] = {
+        "rmsnorm": (lambda x: norm(x, False, ones), 2, False),
+        "layernorm": (lambda x: norm(x, True, ones), 2, False),
+        "silu": (lambda x: ActivationOutput(x, "silu"), 2, False),
+        "gelu": (lambda x: ActivationOutput(x, "gelu"), 2, False),
+        "swiglu": (lambda x: ActivationOutput(x, "swiglu"), 4, True),
+        "dgelu": (lambda x: ActivationGradient(grad(*x.shape), x, "gelu"), 4, False),
+        "dswiglu": (lambda x: ActivationGradient(grad(x.shape[0], x.shape[1] // 2), x, "swiglu"), 3, False),
+        "column sums": (with_sums, 2, False),
+    }
+    for label, usage, planes in PLANES:
+        formats = {
+            "current scaling": (te_dist.Float8CurrentScalingQuantizer("e4m3", **usage), 2, planes),
+            "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1, **usage), 1, planes),
+            "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 1, planes * (1 + 1 / 32)),
+        }
+        for format, (quantizer, passes, written) in formats.items():
+            for name, (make, read, wide) in producers.items():
+
+                def call(x: Tensor, q: te_dist.Quantizer = quantizer, m: Callable[[Tensor], Producer] = make) -> object:
+                    made = m(x)
+                    return q.quantize_produced(made, made.shape)
+
+                yield Case(f"{name} + {format}, {label}", passes * read + written, call, wide)
+
+    def backward(x: Tensor, layer_norm: bool) -> object:
+        rows, cols = x.shape
+        weight = ones.setdefault(cols, torch.ones(cols, device=x.device, dtype=torch.bfloat16))
+        stats = torch.ones(rows, device=x.device)
+        mean = stats if layer_norm else None
+        return kernels.norm_backward(
+            grad(rows, cols), x, weight, mean, stats, zero_centered=False, bias_grad=layer_norm
         )
-        del outs
+
+    yield Case("rmsnorm gradient", 6, lambda x: backward(x, False))
+    yield Case("layernorm gradient", 6, lambda x: backward(x, True))
+
+
+def compiled_cases() -> Iterator[Case]:
+    """The same bytes by torch.compile: what a user without these kernels would write."""
+
+    def current(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
+        scale = 448.0 / x.abs().amax().float()
+        row = (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scale_inv = scale.reciprocal()
+        return (row, row.t().contiguous(), scale_inv) if columns else (row, scale_inv)
+
+    def rmsnorm(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
+        wide = x.float()
+        made = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-5)
+        return current(made.to(x.dtype), columns)
+
+    def swiglu(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
+        first, second = x.chunk(2, dim=1)
+        return current(torch.nn.functional.silu(first) * second, columns)
+
+    functions = {"": (current, 2, False), "rmsnorm + ": (rmsnorm, 2, False), "swiglu + ": (swiglu, 4, True)}
+    for label, _, planes in PLANES:
+        for name, (function, read, wide) in functions.items():
+            compiled = torch.compile(function, dynamic=False)
+            call = lambda x, f=compiled, p=planes: f(x, p == 2)  # noqa: E731
+            yield Case(f"torch.compile {name}current scaling, {label}", 2 * read + planes, call, wide)
+
+
+def measure(
+    rows: int, cols: int, bandwidth: float, repeats: int, wanted: Callable[[str], bool]
+) -> list[dict[str, object]]:
+    count = max(2, -(-L2_BYTES * 3 // (rows * cols * 2)))
+    made: dict[int, list[Tensor]] = {}
+    results = []
+    for case in (*quantize_cases(), *producer_cases(), *compiled_cases()):
+        if not wanted(case.name):
+            continue
+        width = 2 * cols if case.wide else cols
+        if width not in made:
+            made[width] = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        kept: list[object] = [None] * count  # the results: each call writes to other memory than the last ones
+
+        def call(i: int, x: Tensor, case: Case = case, kept: list[object] = kept) -> None:
+            kept[i] = case.call(x)
+
+        us = median_us([lambda i=i, x=x, c=call: c(i, x) for i, x in enumerate(made[width])], repeats)
+        del kept, call
+        limit = case.bytes * rows * cols / bandwidth
+        result = {"kernel": case.name, "shape": [rows, cols], "us": us, "limit_us": limit, "fraction": limit / us}
+        print(f"{rows}x{cols:<6} {case.name:<42} {us:8.1f} us   limit {limit:7.1f} us   {100 * limit / us:5.1f} %")
+        results.append(result)
     return results
 
 
@@ -91,15 +195,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", nargs="*", default=["16384x8192", "4096x4096"])
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bandwidth = copy_bandwidth(options.repeats)
+    device = torch.cuda.get_device_name()
+    print(f"{device}, copy bandwidth {bandwidth / 1e6:.2f} TB/s")
     results = []
     for shape in options.shape:
         rows, cols = (int(part) for part in shape.split("x"))
-        results += measure(rows, cols, bandwidth, options.repeats)
+        results += measure(rows, cols, bandwidth, options.repeats, lambda name: any(t in name for t in options.only))
     report = {
-        "device": torch.cuda.get_device_name(),
+        "device": device,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -110,13 +217,6 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{report['device']}, copy bandwidth {report['copy_bandwidth_tb_s']:.2f} TB/s")
-    for r in results:
-        rows, cols = r["shape"]
-        print(
-            f"{rows}x{cols:<6} {r['kernel']:<28} {r['us']:8.1f} us   limit {r['limit_us']:7.1f} us   "
-            f"{100 * r['fraction']:5.1f} %"
-        )
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ struct Vector {
 // A matrix [M, K], as it lies in memory or as a norm or an activation makes it of `data`. rows and cols are those of
 // the made matrix, dtype is that of all its matrices, and stride is that of `data`. A gated activation reads its
 // second factor K columns further; a gated activation's gradient is [M, 2H] made of `grad` [M, H].
-// The GPU backend alone fuses: it takes bf16 (see te_dist/kernels.py); the others take plain sources here, and
-// `produce` makes the rest.
+// The GPU backend alone fuses, and check::fused says what (te_dist/kernels.py knows the same rules): the other
+// kernels take plain sources, and `produce` makes the rest.
 struct Source : Input {
   Produce kind = Produce::kPlain;
   Activation activation = Activation::kGelu;
@@ -51,6 +51,7 @@ struct Source : Input {
   float* mean = nullptr;           // [M], null: RMSNorm
   float* rstd = nullptr;           // [M]
   float* partials = nullptr;       // null, or [ceil(M / 128), K]: column sums of the made matrix, per 128 rows
+  void* workspace = nullptr;       // where a GPU quantize makes statistics: 4 (1 + ceil(M / 128)) bytes, as they are
 };
 
 struct NormGrad {
@@ -130,8 +131,9 @@ using Lane = int64_t;
   /* out <- the source; out.data null: only its statistics and column sums. */                                   \
   void produce(const Source& x, const Output& out, Lane lane);                                                   \
   /* dx, and the partial column sums of grad * normalized x and of grad; either may be null. */                  \
+  /* workspace: [2, M] floats, as they are. */                                                                   \
   void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials,       \
-                     Lane lane);                                                                                 \
+                     float* workspace, Lane lane);                                                               \
   /* partials [tiles, K] -> out [1, K]. */                                                                       \
   void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane lane);                      \
   }

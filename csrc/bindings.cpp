@@ -96,6 +96,7 @@ class Reader {
     to.mean = pointer<float>();
     to.rstd = pointer<float>();
     to.partials = pointer<float>();
+    to.workspace = pointer<void>();
   }
   PyObject* next() {
     if (at_ < count_) return args_[at_++];
@@ -308,8 +309,9 @@ const Entry kEntries[] = {
        const Output dx = r.output();
        float* weight_partials = r.pointer<float>();
        float* bias_partials = r.pointer<float>();
+       float* workspace = r.pointer<float>();
        const Lane lane = r.last_lane();
-       without_gil([&] { call.norm_backward(from, dx, weight_partials, bias_partials, lane); });
+       without_gil([&] { call.norm_backward(from, dx, weight_partials, bias_partials, workspace, lane); });
      }},
     {"reduce_partials",
      [](Reader& r, const Backend& call) {

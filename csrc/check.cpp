@@ -96,6 +96,49 @@ void source(const Source& x) {
   }
 }
 
+bool is_fused(const Source& x) {
+  const auto vectors = [&](const void* data, int64_t stride) {
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && (x.rows == 1 || stride % 8 == 0);
+  };
+  const bool gradient = x.kind == Produce::kActivationGrad;
+  // A gated gradient is made in pairs of tiles, H columns apart.
+  return x.dtype == Float::kBF16 && x.rows > 0 && x.cols > 0 && x.cols % (gradient && x.gated ? 256 : 8) == 0 &&
+         vectors(x.data, x.stride) && (!gradient || vectors(x.grad, x.grad_stride)) && vectors(x.weight.data, 0) &&
+         vectors(x.bias.data, 0);
+}
+
+void fused(const Source& x) {
+  source(x);
+  TED_CHECK(is_fused(x),
+            "only bf16 matrices of whole, aligned vectors of 16 bytes are made on the fly (a gated gradient: with "
+            "columns in multiples of 256), got dtype ",
+            static_cast<int>(x.dtype), ", ", x.rows, " x ", x.cols, ", stride ", x.stride, " at ", x.data);
+  TED_CHECK(!x.gated || x.kind == Produce::kActivation || x.kind == Produce::kActivationGrad,
+            "only activations are gated");
+}
+
+void made(const Source& x, const Output& out) {
+  source(x);
+  TED_CHECK(out.data == nullptr || (out.rows == x.rows && out.cols == x.cols && out.dtype == x.dtype),
+            "the output must have the source's shape and dtype");
+  if (out.data != nullptr) output(out);
+}
+
+void norm_made(const NormGrad& from, const Output& dx, const float* weight_partials, const float* bias_partials) {
+  norm_grad(from);
+  output(dx);
+  TED_CHECK(dx.rows == from.x.rows && dx.cols == from.x.cols && dx.dtype == from.x.dtype,
+            "dx must have x's shape and dtype");
+  aligned("the weight's partials", weight_partials, alignof(float));
+  aligned("the bias's partials", bias_partials, alignof(float));
+}
+
+void reduction(const float* partials, int64_t tiles, const Output& out) {
+  output(out);
+  TED_CHECK(tiles >= 0 && out.rows == 1, "the output is one row, and there cannot be ", tiles, " tiles");
+  if (tiles > 0) required("the partials", partials, alignof(float));
+}
+
 void norm_grad(const NormGrad& from) {
   input(from.x);
   vector("the weight", from.weight);

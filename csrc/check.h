@@ -46,7 +46,13 @@ void output(const Output& out);
 // A source that lies in memory: all that the CPU kernels quantize.
 void plain(const Source& x);
 void source(const Source& x);
+// A source that the GPU's quantize kernels make on the fly.
+void fused(const Source& x);
+bool is_fused(const Source& x);
 void norm_grad(const NormGrad& from);
+void made(const Source& x, const Output& out);
+void norm_made(const NormGrad& from, const Output& dx, const float* weight_partials, const float* bias_partials);
+void reduction(const float* partials, int64_t tiles, const Output& out);
 void block_dim(int value);
 // A plane is data plus scales: one without the other is a caller's mistake. The planes of an empty tensor
 // hold nothing, so their pointers say nothing.

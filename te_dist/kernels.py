@@ -21,9 +21,11 @@ from te_dist import reference, reference_producers, torch_compat
 from te_dist.formats import HADAMARD_SIGN_MASK, DType
 from te_dist.producers import (
     ACTIVATION_CODES,
+    COLUMN_TILE_ROWS,
     ActivationGradient,
     ActivationOutput,
     NormOutput,
+    Plain,
     Producer,
 )
 
@@ -138,12 +140,12 @@ def _call(function: Any, device: torch.device, *args: Any) -> None:
             function(*args, torch_compat.current_raw_stream(device.index))
 
 
-def _input(x: Tensor | Producer) -> tuple[Any, ...]:
+def _input(x: Tensor | Producer, column_sums: bool = True) -> tuple[Any, ...]:
     """Pointer, dtype code, M, K and row stride; `x` is 2-D with unit stride along K. A producer goes as one tuple."""
     if _forced == "shapes":
         return ()
     if isinstance(x, Producer):
-        return (_producer(x),)
+        return (_producer(x, column_sums),)
     rows, cols = x.shape
     return x.data_ptr(), _FLOAT_CODE[x.dtype], rows, cols, max(x.stride(0), cols)
 
@@ -152,30 +154,39 @@ def _vector(v: Tensor | None) -> tuple[int, int]:
     return (0, 0) if v is None else (_ptr(v), _FLOAT_CODE[v.dtype])
 
 
-def _producer(p: Producer) -> tuple[Any, ...]:
-    """The fields of csrc/api.h's Source, in order. Statistics are made by whoever is asked first."""
+def _producer(p: Producer, column_sums: bool = True) -> tuple[Any, ...]:
+    """The fields of csrc/api.h's Source, in order. Statistics are made by whoever is asked first, and so are column
+    sums, unless the kernel makes none."""
     if _forced == "shapes":
         return ()
     rows, cols = p.shape
     stride = max(p.x.stride(0), p.x.shape[1])
-    partials, p.partials_ready = (0 if p.partials_ready else _ptr(p.partials)), True
+    partials = 0
+    if column_sums and not p.partials_ready:
+        partials, p.partials_ready = _ptr(p.partials), True
     head = (p.x.data_ptr(), _FLOAT_CODE[p.x.dtype], rows, cols, stride, p.kind)
     if isinstance(p, NormOutput):
         make_stats, p.stats_ready = not p.stats_ready, True
+        if make_stats and p.device.type == "cuda":
+            p.workspace = torch.empty(1 + _column_tiles(rows), dtype=torch.int32, device=p.device)
         return (
             *head, 0, False, p.zero_centered, make_stats, p.eps, 0, 0,
-            *_vector(p.weight), *_vector(p.bias), _ptr(p.mean), _ptr(p.rstd), partials,
+            *_vector(p.weight), *_vector(p.bias), _ptr(p.mean), _ptr(p.rstd), partials, _ptr(p.workspace),
         )  # fmt: skip
     if isinstance(p, ActivationOutput):
         code = ACTIVATION_CODES[p.activation]
-        return (*head, code, p.gated, False, False, 0.0, 0, 0, 0, 0, *_vector(p.bias), 0, 0, partials)
+        return (*head, code, p.gated, False, False, 0.0, 0, 0, 0, 0, *_vector(p.bias), 0, 0, partials, 0)
     if isinstance(p, ActivationGradient):
         code, grad_stride = ACTIVATION_CODES[p.activation], max(p.grad.stride(0), p.grad.shape[1])
         return (
             *head, code, p.gated, False, False, 0.0, p.grad.data_ptr(), grad_stride,
-            0, 0, *_vector(p.bias), 0, 0, partials,
+            0, 0, *_vector(p.bias), 0, 0, partials, 0,
         )  # fmt: skip
-    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials)
+    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials, 0)
+
+
+def _column_tiles(rows: int) -> int:
+    return -(-rows // COLUMN_TILE_ROWS)
 
 
 def _ptr(tensor: Tensor | None) -> int:
@@ -206,20 +217,44 @@ def store(out: Tensor | None, value: Tensor | None, noop: Tensor | None) -> None
 
 
 # ------------------------------------------------------------------------------------------------- producers
-# What the CUDA kernels make on the fly, for bf16: kernel -> kinds of producers.
-_FUSED: dict[str, tuple[type[Producer], ...]] = {}
+# What the CUDA kernels make on the fly: kernel -> kinds of producers and fp8 formats. Not NVFP4, and no 2-D blocks.
+_MADE = (NormOutput, ActivationOutput, ActivationGradient)
+_E4M3, _FP8 = (DType.kFloat8E4M3,), tuple(_FP8_CODE)
+_FUSED: dict[str, tuple[tuple[type[Producer], ...], tuple[DType, ...]]] = {
+    "amax": (_MADE, ()),  # makes no column sums: the cast that follows does
+    "cast_scaled": ((Plain, *_MADE), _FP8),
+    "cast_current": ((Plain, *_MADE), _FP8),
+    "quantize_block": ((Plain, *_MADE), _E4M3),
+    "quantize_mxfp8": ((Plain, *_MADE), _FP8),
+}
 
 
-def _matrix(x: Tensor | Producer, kernel: str) -> Any:
+def _fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
+    """Whether the CUDA kernel takes the producer itself; the rules on shapes are those of csrc/check.cpp's is_fused."""
+    kinds, formats = _FUSED.get(kernel, ((), ()))
+    if two_d or type(p) not in kinds or (fp8 is not None and fp8 not in formats):
+        return False
+    if p.device.type != "cuda" or p.dtype != torch.bfloat16 or p.numel() == 0 or _backend(p.device, kernel) is None:
+        return False
+    gradient = isinstance(p, ActivationGradient)
+    multiple = 256 if gradient and p.gated else 8
+    matrices = [p.x, p.grad] if gradient else [p.x]
+    vectors = [getattr(p, name, None) for name in ("weight", "bias")]
+    return (
+        p.shape[1] % multiple == 0
+        and all(t.data_ptr() % 16 == 0 and (t.shape[0] == 1 or t.stride(0) % 8 == 0) for t in matrices)
+        and all(v is None or v.data_ptr() % 16 == 0 for v in vectors)
+    )
+
+
+def _matrix(x: Tensor | Producer, kernel: str, fp8: DType | None = None, two_d: bool = False) -> Any:
     """`x` as `kernel` can take it: a producer stays one only where it is fused."""
     if not isinstance(x, Producer):
         return x
-    if x.materialized is None or (x.partials is not None and not x.partials_ready):
-        fused = x.device.type == "cuda" and x.dtype == torch.bfloat16 and type(x) in _FUSED.get(kernel, ())
-        if fused and _backend(x.device, kernel) is not None:
-            return x
-        return materialize(x)
-    return x.materialized
+    sums_missing = x.partials is not None and not x.partials_ready and kernel != "amax"
+    if x.materialized is not None and not sums_missing:
+        return x.materialized
+    return x if _fuses(x, kernel, fp8, two_d) else materialize(x)
 
 
 def materialize(p: Producer) -> Tensor:
@@ -300,15 +335,16 @@ def norm_backward(
         )
     else:
         rows, cols = x.shape
-        tiles = -(-rows // 128)
+        tiles = _column_tiles(rows)
         dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
         partials = torch.empty((weight_grad + bias_grad, tiles, cols), dtype=torch.float32, device=x.device)
         weight_partials = partials[0] if weight_grad else None
         bias_partials = partials[-1] if bias_grad else None
+        workspace = torch.empty((2, rows), dtype=torch.float32, device=x.device) if x.device.type == "cuda" else None
         _call(
             kernel, x.device, *_input(x), _ptr(grad), max(grad.stride(0), cols), *_vector(weight), zero_centered,
             _ptr(mean), _ptr(rstd), _ptr(dx), _FLOAT_CODE[dx.dtype], rows, cols,
-            _ptr(weight_partials), _ptr(bias_partials),
+            _ptr(weight_partials), _ptr(bias_partials), _ptr(workspace),
         )  # fmt: skip
     return (
         dx,
@@ -323,7 +359,7 @@ def amax(x: Matrix, out: Tensor, *, accumulate: bool = False, noop: Tensor | Non
     x = _matrix(x, "amax")
     kernel = _backend(x.device, "amax")
     if kernel is not None:
-        _call(kernel, x.device, *_input(x), _ptr(out), accumulate, _ptr(noop))
+        _call(kernel, x.device, *_input(x, column_sums=False), _ptr(out), accumulate, _ptr(noop))
         return
     value = reference.amax(x)
     store(out, reference._canonical_amax(torch.maximum(out, value)) if accumulate else value, noop)
@@ -339,7 +375,7 @@ def cast_scaled(
     fp8: DType,
     noop: Tensor | None = None,
 ) -> None:
-    x = _matrix(x, "cast_scaled")
+    x = _matrix(x, "cast_scaled", fp8)
     kernel = _backend(x.device, "cast_scaled")
     if kernel is not None:
         _call(
@@ -364,7 +400,7 @@ def cast_current(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = _matrix(x, "cast_current")
+    x = _matrix(x, "cast_current", fp8)
     kernel = _backend(x.device, "cast_current")
     if kernel is not None:
         _call(
@@ -403,7 +439,7 @@ def quantize_block(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = _matrix(x, "quantize_block")
+    x = _matrix(x, "quantize_block", fp8, two_d=block_dim == 2)
     kernel = _backend(x.device, "quantize_block")
     if kernel is not None:
         _call(
@@ -440,7 +476,7 @@ def quantize_mxfp8(
     two_d: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = _matrix(x, "quantize_mxfp8")
+    x = _matrix(x, "quantize_mxfp8", fp8, two_d)
     kernel = _backend(x.device, "quantize_mxfp8")
     if kernel is not None:
         _call(

@@ -189,27 +189,18 @@ void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out,
 }
 
 void produce(const Source& x, const Output& out, Lane lane) {
-  check::source(x);
-  TED_CHECK(out.data == nullptr || (out.rows == x.rows && out.cols == x.cols && out.dtype == x.dtype),
-            "the output must have the source's shape and dtype");
+  check::made(x, out);
   if (!is_empty(x)) kernels().produce(x, out, lane);
 }
 
 void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials,
-                   Lane lane) {
-  check::norm_grad(from);
-  check::output(dx);
-  TED_CHECK(dx.rows == from.x.rows && dx.cols == from.x.cols && dx.dtype == from.x.dtype,
-            "dx must have x's shape and dtype");
-  check::aligned("the weight's partials", weight_partials, alignof(float));
-  check::aligned("the bias's partials", bias_partials, alignof(float));
-  if (!is_empty(from.x)) kernels().norm_backward(from, dx, weight_partials, bias_partials, lane);
+                   float* workspace, Lane lane) {
+  check::norm_made(from, dx, weight_partials, bias_partials);
+  if (!is_empty(from.x)) kernels().norm_backward(from, dx, weight_partials, bias_partials, workspace, lane);
 }
 
 void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane lane) {
-  check::output(out);
-  TED_CHECK(tiles >= 0 && out.rows == 1, "the output is one row, and there cannot be ", tiles, " tiles");
-  if (tiles > 0) check::required("the partials", partials, alignof(float));
+  check::reduction(partials, tiles, out);
   kernels().reduce_partials(partials, tiles, out, lane);
 }
 

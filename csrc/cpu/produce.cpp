@@ -245,7 +245,7 @@ void produce(const Source& x, const Output& out, Lane lane) {
   sums.finish(lane);
 }
 
-void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials,
+void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials, float*,
                    Lane lane) {
   const Input& x = from.x;
   const int64_t n = x.cols;

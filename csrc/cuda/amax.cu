@@ -134,8 +134,9 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
 }
 
 void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane) {
-  check::input(x);
   check::required("amax", amax, sizeof(float));
+  if (is_made(x)) return launch_amax_made(x, amax, accumulate, noop, lane);
+  check::plain(x);
   launch_amax(x, amax, nullptr, accumulate, noop, lane);
 }
 

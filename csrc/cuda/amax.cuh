@@ -12,6 +12,9 @@ void launch_amax_reset(float* first, float* second, const float* noop, Lane lane
 // Writes the amax of x to both destinations; second may be null.
 void launch_amax(const Input& x, float* first, float* second, bool accumulate, const float* noop, Lane lane);
 
+// The same of a matrix that is made on the fly.
+void launch_amax_made(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
+
 // What a whole block of threads holds, as one raw magnitude, in thread 0. `scratch`: one word per warp.
 template <int kThreads>
 __device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {

@@ -17,6 +17,7 @@ struct BlockOutput {
 };
 
 void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
+void launch_block_1d_made(const Source& x, Fp8 format, const BlockOutput& out, Lane lane);
 void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
 
 }  // namespace cuda

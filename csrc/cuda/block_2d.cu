@@ -67,6 +67,8 @@ void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane la
 
 void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
                     const float* noop, Lane lane) {
+  const bool made = block_dim == 1 && is_made(x);
+  if (!made) check::plain(x);
   check::block_dim(block_dim);
   if (nothing_to_quantize(x, out, sizeof(float))) return;
   const BlockOutput to{byte_matrix(out.row_data, x.rows, x.cols, 8),
@@ -75,7 +77,9 @@ void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, 
                        static_cast<float*>(out.col_scale),
                        ScaleRule{eps, power_of_2},
                        noop};
-  if (block_dim == 1) {
+  if (made) {
+    launch_block_1d_made(x, format, to, lane);
+  } else if (block_dim == 1) {
     launch_block_1d(x, format, to, lane);
   } else {
     launch_block_2d(x, format, to, lane);

@@ -5,8 +5,7 @@
 // Two kernels. Row plane of a contiguous tensor: one stream of 16-byte loads, persistent blocks. Everything
 // else (a transposed plane, strides, odd pointers): tiles of 128 x 128. Both walk the tensor from its end,
 // where the amax pass stopped and L2 still holds the input.
-#include "../numerics/scale.h"
-#include "tile.cuh"
+#include "cast.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -18,22 +17,6 @@ struct FlatConfig {
   static constexpr int kUnroll = 4;  // 16-byte loads in flight per thread
   static constexpr int64_t kSpan = kThreads * kUnroll;
 };
-
-struct CastScale {
-  const float* scale;  // null: current scaling, from amax by rule
-  const float* amax;
-  ScaleRule rule;
-  float* scale_inv;
-  const float* noop;
-};
-
-template <typename F>
-__device__ __forceinline__ float tensor_scale(const CastScale& from) {
-  const float scale =
-      from.scale != nullptr ? *from.scale : scale_from_amax(*from.amax, F::max, kFloatMax, from.rule);
-  if (blockIdx.x == 0 && threadIdx.x == 0 && from.scale_inv != nullptr) *from.scale_inv = 1.0f / scale;
-  return scale;
-}
 
 // ---------------------------------------------------------------------------------------------- flat
 template <typename T>
@@ -148,21 +131,24 @@ void launch_cast(const Input& x, Fp8 format, uint8_t* row, uint8_t* col, const C
   });
 }
 
+void cast(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+  if (is_made(x)) return launch_cast_made(x, format, row, col, from, lane);
+  check::plain(x);
+  launch_cast(x, format, row, col, from, lane);
+}
+
 }  // namespace
 
 void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
                  const float* noop, Lane lane) {
-  check::input(x);
   check::required("scale", scale, sizeof(float));
-  launch_cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, noop}, lane);
+  cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, noop}, lane);
 }
 
 void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
                   uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
-  check::input(x);
   check::required("amax", amax, sizeof(float));
-  launch_cast(x, format, row, col, CastScale{nullptr, amax, ScaleRule{eps, power_of_2}, scale_inv, noop},
-              lane);
+  cast(x, format, row, col, CastScale{nullptr, amax, ScaleRule{eps, power_of_2}, scale_inv, noop}, lane);
 }
 
 }  // namespace cuda

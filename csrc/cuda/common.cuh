@@ -25,11 +25,13 @@ inline void check_cuda(cudaError_t status, const char* what) {
   if (status != cudaSuccess) check::fail_at_run_time(what, cudaGetErrorString(status));
 }
 
+inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
+
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), int blocks, int threads, Lane lane,
             const Arguments&... arguments) {
   kernel<<<blocks, threads, 0, stream_of(lane)>>>(arguments...);
-  check_cuda(cudaGetLastError(), name);
+  check_launch(name);
 }
 
 inline int multiprocessors() {
@@ -51,6 +53,9 @@ inline int grid_size(int64_t blocks) {
   TED_CHECK(blocks >= 0 && blocks <= 0x7FFFFFFF, "the tensor needs ", blocks, " thread blocks");
   return static_cast<int>(blocks);
 }
+
+// Not a matrix that only needs to be read.
+inline bool is_made(const Source& x) { return x.kind != Produce::kPlain || x.partials != nullptr; }
 
 template <typename T>
 struct Tag {

@@ -6,6 +6,7 @@ namespace cuda {
 
 void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
+  check::plain(x);
   if (nothing_to_quantize(x, out, 1)) return;
   if (out.row_data != nullptr) {
     check::nibbles("columns", x.cols);

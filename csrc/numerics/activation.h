@@ -45,8 +45,12 @@ TED_FN float exp2_bounded(float t) {
 // 1 / (1 + exp(-z)).
 TED_FN float sigmoid(float z) {
   float t = z * -0x1.715476p+0f;  // log2(e)
+#if defined(__CUDA_ARCH__)
+  t = fmaxf(fminf(t, 125.0f), -125.0f);  // one instruction each, which drops a NaN: see above
+#else
   t = t > 125.0f ? 125.0f : t;
   t = t < -125.0f ? -125.0f : t;
+#endif
   return reciprocal_above_one(1.0f + exp2_bounded(t));
 }
 

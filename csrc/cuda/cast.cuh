@@ -1,0 +1,29 @@
+// The scale of a per-tensor cast, and the launcher for matrices that are made on the fly.
+#pragma once
+
+#include "../numerics/scale.h"
+#include "tile.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+struct CastScale {
+  const float* scale;  // null: current scaling, from amax by rule
+  const float* amax;
+  ScaleRule rule;
+  float* scale_inv;
+  const float* noop;
+};
+
+template <typename F>
+__device__ __forceinline__ float tensor_scale(const CastScale& from) {
+  const float scale =
+      from.scale != nullptr ? *from.scale : scale_from_amax(*from.amax, F::max, kFloatMax, from.rule);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && from.scale_inv != nullptr) *from.scale_inv = 1.0f / scale;
+  return scale;
+}
+
+void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane);
+
+}  // namespace cuda
+}  // namespace te_dist

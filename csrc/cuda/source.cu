@@ -1,0 +1,52 @@
+// Host side of source.cuh and bands.cuh: what may be made on the fly, and the counters of its order of work.
+#include "source.cuh"
+
+namespace te_dist {
+namespace cuda {
+namespace {
+
+__global__ void bands_reset_kernel(unsigned* counters, unsigned count) {
+  for (unsigned i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0u;
+}
+
+}  // namespace
+
+void launch_bands_reset(const Bands& order, Lane lane) {
+  bands_reset_kernel<<<1, 256, 0, stream_of(lane)>>>(order.counters, order.bands + 1);
+  check_launch("bands_reset_kernel");
+}
+
+Made made_of(const Source& x, bool with_stats) {
+  check::fused(x);
+  Made made{};
+  made.kind = x.kind;
+  made.activation = x.activation;
+  made.gated = x.gated;
+  made.zero_centered = x.zero_centered;
+  made.centered = x.mean != nullptr;
+  made.eps = x.eps;
+  made.rows = x.rows;
+  made.cols = made.paired() ? x.cols / 2 : x.cols;
+  made.pitch = x.cols;
+  made.data = static_cast<const bf16_t*>(x.data);
+  made.stride = x.stride;
+  made.grad = static_cast<const bf16_t*>(x.grad);
+  made.grad_stride = x.grad_stride;
+  made.weight = row_view(x.weight.data, x.weight.dtype, made.cols);
+  made.bias = row_view(x.bias.data, x.bias.dtype, made.cols);
+  if (x.gated && x.bias.data != nullptr) {
+    const auto* second = static_cast<const char*>(x.bias.data) + made.cols * size_of(x.bias.dtype);
+    made.second_bias = row_view(second, x.bias.dtype, made.cols);
+  }
+  made.mean = x.mean;
+  made.rstd = x.rstd;
+  made.partials = x.partials;
+  if (with_stats && x.make_stats) {
+    check::required("the workspace", x.workspace, alignof(unsigned));
+    made.order = bands_of(x.rows, x.cols, static_cast<unsigned*>(x.workspace));
+  }
+  return made;
+}
+
+}  // namespace cuda
+}  // namespace te_dist
