@@ -13,7 +13,15 @@ from te_dist import dynamo as dynamo
 from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
-from te_dist.modules import ConversionReport, LayerNormLinear, LayerNormMLP, Linear, convert, frozen_weights
+from te_dist.modules import (
+    ConversionReport,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    convert,
+    frozen_weights,
+)
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -59,6 +67,7 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
