@@ -106,7 +106,11 @@ def _forward(
         FwdArgs(
             x=kernels.as_rows(x),
             params=list(params),
-            weights=rebuild_weights(config, params, weights),
+            # Unquantized weights are multiplied in the result's dtype, as in eager code.
+            weights=[
+                [w.to(out_dtype) if isinstance(w, Tensor) else w for w in stage]
+                for stage in rebuild_weights(config, params, weights)
+            ],
             config=config,
             out_dtype=out_dtype,
             scales=scales,
