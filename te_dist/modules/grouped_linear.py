@@ -106,17 +106,15 @@ class GroupedLinear(QuantizedLayer):
     def _weights(self) -> list[Tensor]:
         return self._per_group("weight", self.single_grouped_weight)
 
-    def _biases(self) -> list[Tensor]:
-        return self._per_group("bias", self.single_grouped_bias) if self.use_bias else []
+    def _biases(self) -> list[Tensor | None]:
+        return [*self._per_group("bias", self.single_grouped_bias)] if self.use_bias else [None] * self.num_gemms
 
     def _slots(self) -> list[Tensor | None]:
-        biases = [] if self.return_bias else self._biases()
-        return [*self._weights(), *(biases or [None] * self.num_gemms)]
+        return [*self._weights(), *([None] * self.num_gemms if self.return_bias else self._biases())]
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
-            biases = self._biases() or [None] * self.num_gemms
-            for weight, bias in zip(self._weights(), biases, strict=True):
+            for weight, bias in zip(self._weights(), self._biases(), strict=True):
                 reset_linear(weight, bias)
                 if self._init_method is not None and weight.device.type != "meta":
                     self._init_method(weight)
@@ -217,9 +215,10 @@ class GroupedLinear(QuantizedLayer):
         if not self.single_grouped_weight:
             super()._add_gradient(param, slot, gradient)
             return
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
-        self.weight.grad[slot] += gradient
+        whole: Tensor = self.get_parameter("weight")
+        if whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+        whole.grad[slot] += gradient
 
     # ---------------------------------------------------------------------------------------- state
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
