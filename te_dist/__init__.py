@@ -13,7 +13,20 @@ from te_dist import dynamo as dynamo
 from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
-from te_dist.modules import ConversionReport, LayerNormLinear, LayerNormMLP, Linear, convert, frozen_weights
+from te_dist.modules import (
+    ConversionReport,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    convert,
+    frozen_weights,
+)
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -59,15 +72,18 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -76,10 +92,13 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
+    "RMSNorm",
     "Recipe",
     "RecipeState",
+    "RotaryPositionEmbedding",
     "TensorOrQuantized",
     "TensorProto",
+    "TransformerLayer",
     "__version__",
     "autocast",
     "convert",

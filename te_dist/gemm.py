@@ -195,7 +195,7 @@ def gemm(
         >>> gemm(x, w, kind="fprop", out_dtype=torch.bfloat16)[0, 0].item()
         64.0
     """
-    if out is None and backend == "auto":
+    if out is None and backend == "auto" and not kernels.is_shapes_only():
         (_, column_a), (_, column_b) = KINDS.get(kind, (("", False),) * 2)
         fast = kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
         result = direct(a, b, column_a, column_b, out_dtype, bias, fast)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -92,7 +93,7 @@ class Factor:
     def size(self) -> tuple[int, int]:
         """(R or C, D): the dimension that survives, and the one summed over."""
         shape = self.operand.shape
-        rows, cols = shape[:-1].numel(), shape[-1]
+        rows, cols = math.prod(shape[:-1]), shape[-1]  # Size.numel() would make a symbolic size a constant
         return (cols, rows) if self.column else (rows, cols)
 
     @functools.cached_property

@@ -9,6 +9,7 @@ kernel promises is what the real one fills. Inputs are 2-D. ``TE_DIST_BACKEND=re
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -199,7 +200,7 @@ def as_rows(x: Tensor) -> Tensor:
         x = x.resolve_neg()  # a lazily negated view: its memory holds the other sign
     matrix = x
     if x.dim() != 2:
-        rows, cols = x.shape[:-1].numel(), x.shape[-1]
+        rows, cols = math.prod(x.shape[:-1]), x.shape[-1]  # Size.numel() would make a symbolic size a constant
         matrix = x.reshape(rows, cols)
     if matrix.shape[1] > 1 and matrix.stride(1) != 1:
         return matrix.contiguous()

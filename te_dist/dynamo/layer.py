@@ -96,6 +96,7 @@ def _forward(
     weights: Sequence[Tensor],
     scales: Optional[Tensor],
     splits: Sequence[int],
+    offsets: Optional[Tensor],
     config: LayerConfig,
     out_dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -105,12 +106,17 @@ def _forward(
         FwdArgs(
             x=kernels.as_rows(x),
             params=list(params),
-            weights=rebuild_weights(config, params, weights),
+            # Unquantized weights are multiplied in the result's dtype, as in eager code.
+            weights=[
+                [w.to(out_dtype) if isinstance(w, Tensor) else w for w in stage]
+                for stage in rebuild_weights(config, params, weights)
+            ],
             config=config,
             out_dtype=out_dtype,
             scales=scales,
             amaxes=amaxes,
             splits=list(splits) or None,
+            offsets=offsets,
         )
     )
     lead = x.shape[:-1]
@@ -130,20 +136,22 @@ def layer_forward(
     weights: Sequence[Tensor],
     scales: Optional[Tensor],
     splits: Sequence[int],
+    offsets: Optional[Tensor],
     spec: LayerSpec,
     recipe: Recipe,
     flags: CallFlags,
     out_dtype: torch.dtype,
 ) -> list[Tensor]:
-    return _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
+    return _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
 
 
 @layer_forward.register_fake
 def _(
-    x: Any, params: Any, weights: Any, scales: Any, splits: Any, spec: Any, recipe: Any, flags: Any, out_dtype: Any
-) -> list[Tensor]:
+    x: Any, params: Any, weights: Any, scales: Any, splits: Any, offsets: Any, spec: Any, recipe: Any, flags: Any,
+    out_dtype: Any,
+) -> list[Tensor]:  # fmt: skip
     with kernels.shapes_only():
-        return _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
+        return _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
 
 
 # A layer whose gradients are rounded stochastically draws their seeds in forward, so that a second backward and a
@@ -155,23 +163,25 @@ def layer_forward_seeded(
     weights: Sequence[Tensor],
     scales: Optional[Tensor],
     splits: Sequence[int],
+    offsets: Optional[Tensor],
     spec: LayerSpec,
     recipe: Recipe,
     flags: CallFlags,
     out_dtype: torch.dtype,
 ) -> list[Tensor]:
     """layer_forward, and the seeds at the end."""
-    made = _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
+    made = _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
     return [*made, draw_seeds(spec, x)]
 
 
 @layer_forward_seeded.register_fake
 def _(
-    x: Any, params: Any, weights: Any, scales: Any, splits: Any, spec: Any, recipe: Any, flags: Any, out_dtype: Any
-) -> list[Tensor]:
+    x: Any, params: Any, weights: Any, scales: Any, splits: Any, offsets: Any, spec: Any, recipe: Any, flags: Any,
+    out_dtype: Any,
+) -> list[Tensor]:  # fmt: skip
     with kernels.shapes_only():
-        made = _forward(x, params, weights, scales, splits, config_of(spec, recipe, flags), out_dtype)
-    return [*made, torch.empty((len(spec.stages), 2), dtype=torch.int64, device=x.device)]
+        made = _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
+    return [*made, torch.empty((spec.seed_count, 2), dtype=torch.int64, device=x.device)]
 
 
 # ------------------------------------------------------------------------------------------------- backward
@@ -185,6 +195,7 @@ def _backward(
     scales: Optional[Tensor],
     seeds: Optional[Tensor],
     splits: Sequence[int],
+    offsets: Optional[Tensor],
     config: LayerConfig,
     x_dtype: torch.dtype,
     rows: int,
@@ -211,6 +222,7 @@ def _backward(
             amaxes=amaxes,
             seeds=seeds,
             splits=split_list,
+            offsets=offsets,
         )
     )
     gradients = [result.dx] if config.flags.input_grad else []
@@ -264,6 +276,7 @@ def layer_backward(
     scales: Optional[Tensor],
     seeds: Optional[Tensor],
     splits: Sequence[int],
+    offsets: Optional[Tensor],
     spec: LayerSpec,
     recipe: Recipe,
     flags: CallFlags,
@@ -271,17 +284,19 @@ def layer_backward(
     rows: int,
 ) -> list[Tensor]:
     config = config_of(spec, recipe, flags)
-    return _backward(dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, config, x_dtype, rows)
+    return _backward(dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows)
 
 
 @layer_backward.register_fake
 def _(
     dy: Any, dnorm_output: Any, x: Any, params: Any, weights: Any, saved: Any, scales: Any, seeds: Any, splits: Any,
-    spec: Any, recipe: Any, flags: Any, x_dtype: Any, rows: Any,
+    offsets: Any, spec: Any, recipe: Any, flags: Any, x_dtype: Any, rows: Any,
 ) -> list[Tensor]:  # fmt: skip
     config = config_of(spec, recipe, flags)
     with kernels.shapes_only():
-        return _backward(dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, config, x_dtype, rows)
+        return _backward(
+            dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows
+        )
 
 
 # ------------------------------------------------------------------------------------------------- small ones
@@ -323,13 +338,14 @@ class CompiledLayer(torch.autograd.Function):
         saves: tuple[bool, bool],
         delayed: bool,
         draws_seeds: bool,
+        offsets: Optional[Tensor],
         scales: Optional[Tensor],
         history: Optional[Tensor],
         *tensors: Optional[Tensor],
     ) -> Any:
         weights, params = tensors[:weight_count], tensors[weight_count:]
         op = torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
-        made = op(x, list(params), list(weights), scales, splits, spec, recipe, flags, out_dtype)
+        made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
         seeds = None
         if draws_seeds:
             made, seeds = made[:-1], made[-1]
@@ -340,13 +356,21 @@ class CompiledLayer(torch.autograd.Function):
             first_saved += 1
         kept = [weights[i] for i in kept_weights]
         ctx.counts = (len(kept), len(params))
-        ctx.no_gradients = (None,) * (12 + weight_count)
+        ctx.no_gradients = (None,) * (13 + weight_count)
         ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype)
         saves_input, saves_norm = saves
         norm_output = [made[1]] if saves_norm else []
         ctx.x_shape = x.shape
         ctx.save_for_backward(
-            x if saves_input else None, seeds, scales, history, *kept, *params, *norm_output, *made[first_saved:]
+            x if saves_input else None,
+            seeds,
+            scales,
+            history,
+            offsets,
+            *kept,
+            *params,
+            *norm_output,
+            *made[first_saved:],
         )
         if results == 2:
             return made[0], made[1]
@@ -355,7 +379,7 @@ class CompiledLayer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor, dnorm_output: Optional[Tensor] = None) -> Any:
-        x, seeds, scales, history, *rest = ctx.saved_tensors
+        x, seeds, scales, history, offsets, *rest = ctx.saved_tensors
         kept_count, param_count = ctx.counts
         kept, params = rest[:kept_count], rest[kept_count : kept_count + param_count]
         saved = rest[kept_count + param_count :]
@@ -365,7 +389,7 @@ class CompiledLayer(torch.autograd.Function):
             rows = rows * size
         made = torch.ops.te_dist.layer_backward(
             dy, dnorm_output, x, list(params), list(kept), list(saved), scales, seeds, splits,
-            spec, recipe, flags, x_dtype, rows,
+            offsets, spec, recipe, flags, x_dtype, rows,
         )  # fmt: skip
         if delayed:
             torch.ops.te_dist.record_amaxes(history, made[-1])

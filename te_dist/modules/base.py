@@ -37,10 +37,15 @@ FOREIGN_STATE = "_extra_state"
 
 @torch.compiler.assume_constant_result
 def _call_constants(
-    spec: LayerSpec, recipe: Recipe | None, keep_planes: bool, main_grad_dtype: torch.dtype | None, *grads: bool
+    spec: LayerSpec,
+    recipe: Recipe | None,
+    keep_planes: bool,
+    main_grad_dtype: torch.dtype | None,
+    device_splits: bool,
+    *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits)
     config = resolve(spec, recipe, flags)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
@@ -49,6 +54,11 @@ def _call_constants(
         if stage.weight is not None
     )
     return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
+
+
+def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
+    """The rows of each group, or where each ends on the device."""
+    return (None, splits) if isinstance(splits, Tensor) else (splits, None)
 
 
 class QuantizedLayer(torch.nn.Module):
@@ -103,7 +113,7 @@ class QuantizedLayer(torch.nn.Module):
         inp: Tensor,
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
-        splits: list[int] | None = None,
+        splits: list[int] | Tensor | None = None,
     ) -> Any:
         recipe = recipe_in_force(self.recipe)
         params = self._slots()
@@ -126,7 +136,7 @@ class QuantizedLayer(torch.nn.Module):
         params: list[Tensor | None],
         is_first_microbatch: bool | None,
         skip_weight_update: Tensor | None,
-        splits: list[int] | None,
+        splits: list[int] | Tensor | None,
     ) -> Any:
         frozen = scope.depth > 0
         caching = frozen or is_first_microbatch is not None
@@ -161,11 +171,12 @@ class QuantizedLayer(torch.nn.Module):
         caching: bool,
         update: bool,
         skip: Tensor | None,
-        splits: list[int] | None,
+        splits: list[int] | Tensor | None,
     ) -> Any:
-        config = self._config(recipe, inp, params, caching)
+        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor))
         flags = config.flags
-        call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1], splits=splits)
+        call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1])
+        call.splits, call.offsets = by_host_or_device(splits)
         if isinstance(inp, QuantizedTensor):
             call.x = self._quantized_input(config, inp)
         else:
@@ -187,16 +198,22 @@ class QuantizedLayer(torch.nn.Module):
         return EagerLayer.apply(call, inp, *params)
 
     def _config(
-        self, recipe: Recipe | None, inp: Tensor, params: Sequence[Tensor | None], caching: bool
+        self,
+        recipe: Recipe | None,
+        inp: Tensor,
+        params: Sequence[Tensor | None],
+        caching: bool,
+        device_splits: bool = False,
     ) -> LayerConfig:
         if recipe is not self._configs_recipe:
             self._configs, self._configs_recipe = {}, recipe
             self._check_recipe(recipe, params)
         on = torch.is_grad_enabled()
-        key = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params], caching)
+        grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
+        key = (grads, caching, device_splits)
         config = self._configs.get(key)
         if config is None:
-            config = resolve(self.spec, recipe, CallFlags(key[0], key[1:-1], caching))
+            config = resolve(self.spec, recipe, CallFlags(grads[0], grads[1:], caching, device_splits=device_splits))
             self._configs[key] = config
         return config
 
@@ -315,7 +332,11 @@ class QuantizedLayer(torch.nn.Module):
             for slot, gradient in run_delayed(products).items():
                 param = params[slot]
                 assert param is not None
-                param.grad = gradient if param.grad is None else param.grad + gradient
+                self._add_gradient(param, slot, gradient)
+
+    def _add_gradient(self, param: Tensor, slot: int, gradient: Tensor) -> None:
+        """Where a delayed gradient goes; another place if the slot is only a part of a parameter."""
+        param.grad = gradient if param.grad is None else param.grad + gradient
 
     # ---------------------------------------------------------------------------------------- compiled
     def _run_compiled(
@@ -326,15 +347,16 @@ class QuantizedLayer(torch.nn.Module):
         caching: bool,
         update: bool,
         skip: Tensor | None,
-        splits: list[int] | None,
+        splits: list[int] | Tensor | None,
     ) -> Any:
         on = torch.is_grad_enabled()
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
         flags, known, kept, saves, weight_count, delayed, draws_seeds = _call_constants(
-            self.spec, recipe, caching, None, *grads
+            self.spec, recipe, caching, None, isinstance(splits, Tensor), *grads
         )
+        sizes, offsets = by_host_or_device(splits)
         scales = history = None
         amaxes = None
         if delayed and isinstance(recipe, DelayedScaling):
@@ -363,12 +385,12 @@ class QuantizedLayer(torch.nn.Module):
             torch.ops.te_dist.record_amaxes(history, amaxes)
         if not any(grads):
             made = torch.ops.te_dist.layer_forward(
-                inp, detached, weights, scales, splits or [], self.spec, known, flags, inp.dtype
+                inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype
             )
             return (made[0], made[1]) if self.spec.return_norm_output else made[0]
         return compiled.CompiledLayer.apply(
-            inp, self.spec, known, flags, inp.dtype, splits or [], weight_count, kept, saves, delayed,
-            draws_seeds, scales, history, *weights, *params,
+            inp, self.spec, known, flags, inp.dtype, sizes or [], weight_count, kept, saves, delayed,
+            draws_seeds, offsets, scales, history, *weights, *params,
         )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------- delayed scaling

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.split_parameters import SplitParameters
 from te_dist.pipeline.config import LayerSpec, StageSpec
 from te_dist.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]
 
 
-class Linear(QuantizedLayer, torch.nn.Linear):
+class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
     """y = x W^T + b with quantized x, W and dy. Parameters, names and initialisation are nn.Linear's.
 
     Args:
@@ -62,9 +63,7 @@ class Linear(QuantizedLayer, torch.nn.Linear):
             self._init_method = init_method
             self.reset_parameters()
         self.return_bias = return_bias
-        self.parameter_splits = _split_sizes(parameters_split, out_features)
-        if self.parameter_splits:
-            self._split_parameters()
+        self._split_parameters(parameters_split, out_features, fuse_wgrad_accumulation)
         spec = linear_spec(bias and not return_bias, name or "", save_original_input)
         self._init_layer(
             spec,
@@ -75,32 +74,12 @@ class Linear(QuantizedLayer, torch.nn.Linear):
 
     def reset_parameters(self) -> None:
         if getattr(self, "parameter_splits", None):
-            for name in self.parameter_splits:
-                torch.nn.init.kaiming_uniform_(getattr(self, f"{name}_weight"), a=5**0.5)
+            self._reset_parts(self._init_method)
             return
         torch.nn.Linear.reset_parameters(self)
         if self._init_method is not None and self.weight.device.type != "meta":
             with torch.no_grad():
                 self._init_method(self.weight)
-
-    def _split_parameters(self) -> None:
-        weight, bias = self.weight, self.bias
-        del self.weight, self.bias
-        sizes = list(self.parameter_splits.values())
-        for name, part in zip(self.parameter_splits, weight.detach().split(sizes), strict=True):
-            self.register_parameter(f"{name}_weight", torch.nn.Parameter(part.clone()))
-        if bias is not None:
-            for name, part in zip(self.parameter_splits, bias.detach().split(sizes), strict=True):
-                self.register_parameter(f"{name}_bias", torch.nn.Parameter(part.clone()))
-        self._has_bias = bias is not None
-
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        if not self.parameter_splits:
-            return self.weight, self.bias
-        weight = torch.cat([getattr(self, f"{name}_weight") for name in self.parameter_splits])
-        if not self._has_bias:
-            return weight, None
-        return weight, torch.cat([getattr(self, f"{name}_bias") for name in self.parameter_splits])
 
     def _slots(self) -> list[Tensor | None]:
         weight, bias = self._weight_and_bias()
@@ -127,17 +106,3 @@ class Linear(QuantizedLayer, torch.nn.Linear):
 
 def linear_spec(has_bias: bool, name: str, save_original_input: bool = False) -> LayerSpec:
     return LayerSpec((StageSpec(has_bias=has_bias),), "linear", name, save_original_input=save_original_input)
-
-
-def _split_sizes(split: Sequence[str] | Mapping[str, int] | None, rows: int) -> dict[str, int]:
-    if not split:
-        return {}
-    if isinstance(split, Mapping):
-        sizes = {name.rstrip("_"): int(size) for name, size in split.items()}
-    else:
-        if rows % len(split):
-            raise ValueError(f"Linear: parameters_split into {len(split)} does not divide out_features {rows}")
-        sizes = {name.rstrip("_"): rows // len(split) for name in split}
-    if sum(sizes.values()) != rows:
-        raise ValueError(f"Linear: parameters_split expects sizes that add up to out_features {rows} but got {sizes}")
-    return sizes

@@ -31,6 +31,7 @@ class FwdArgs:
     amaxes: Tensor | None = None  # delayed scaling: f32 [scale_count], raised to what is seen
     # groups
     splits: list[int] | None = None  # rows of each group
+    offsets: Tensor | None = None  # int32 [groups] on the device, where each group ends: in place of splits
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,6 +74,7 @@ class BwdArgs:
     wgrad_store: list[object] | None = None  # where delayed products wait
     # groups
     splits: list[int] | None = None
+    offsets: Tensor | None = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.gemm import gemm
+from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import high_precision, quantize_operand, split_rows
@@ -62,6 +63,8 @@ def _stage_products(
     args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, source: Producer, result: BwdResult
 ) -> Tensor | None:
     """The gradients of weight and bias, and of the operand that the stage consumed."""
+    if args.offsets is not None:
+        return device_groups.backward_products(args, index, stage, saved, source, result)
     spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
     rows = source.shape[0]
     sources = split_rows(source, args.splits) if spec.groups else [source]
@@ -72,7 +75,7 @@ def _stage_products(
             part.want_column_sums()
         quantized: QuantizedStorage | None = None
         if stage.dy is not None:
-            seed = None if args.seeds is None else args.seeds[index]
+            seed = None if args.seeds is None else args.seeds[stage.seed_index(group)]
             quantized = quantize_operand(
                 args.config, stage, "grad_output", stage.dy, part, args.scales, args.amaxes, seed, group
             )

@@ -69,6 +69,11 @@ class LayerSpec(Value):
         return sum(stage.param_count for stage in self.stages)
 
     @property
+    def seed_count(self) -> int:
+        """How many seeds stochastic rounding draws: one per weight, so that groups are rounded independently."""
+        return sum(stage.weights for stage in self.stages)
+
+    @property
     def scale_count(self) -> int:
         """How many scales delayed scaling keeps for this layer."""
         return sum(len(OPERANDS) * stage.weights for stage in self.stages)
@@ -84,12 +89,14 @@ class CallFlags(Value):
         param_grads: for each slot of the parameter list.
         keep_planes: quantize weights with both planes whatever this call needs, because they are kept for later ones.
         weight_grad_dtype: of the weights' gradients; None is each weight's own.
+        device_splits: the rows of each group are known on the device only, see pipeline/device_groups.py.
     """
 
     input_grad: bool
     param_grads: tuple[bool, ...]
     keep_planes: bool = False
     weight_grad_dtype: torch.dtype | None = None
+    device_splits: bool = False
 
     @property
     def any_grad(self) -> bool:
@@ -135,6 +142,9 @@ class StageConfig:
     @property
     def bias_slot(self) -> int:
         return self.weight_slot + self.spec.weights
+
+    def seed_index(self, group: int = 0) -> int:
+        return self.first_scale // len(OPERANDS) + group
 
     def scale_index(self, operand: str, group: int = 0) -> int:
         return self.first_scale + OPERANDS.index(operand) * self.spec.weights + group
@@ -210,8 +220,10 @@ def _stage(
     wgrad = backward and recipe is not None and recipe.fp8_gemm_wgrad.quantized
     dequantized = override == "dequantized" and fprop
     # x: the row plane for fprop, the column plane for wgrad. A dequantized backward keeps fprop's own plane.
-    x_column = needs_wgrad and wgrad
-    saved = _planes(x, False, True) if x_column else (_planes(x, True, False) if dequantized and needs_wgrad else None)
+    # Groups that only the device knows cannot have a column plane each: wgrad reads the row plane of all of them.
+    x_column = needs_wgrad and wgrad and not flags.device_splits
+    x_row = needs_wgrad and (dequantized or (wgrad and flags.device_splits))
+    saved = _planes(x, False, True) if x_column else (_planes(x, True, False) if x_row else None)
     uses_weight = fprop or (dgrad and needs_dgrad)
     weight = None
     if uses_weight:
@@ -223,11 +235,15 @@ def _stage(
     splits = tuple(product.use_split_accumulator for product in products) or (None, None, None)
     return StageConfig(
         spec=stage,
-        x=_planes(x, fprop, x_column),
+        x=_planes(x, fprop or x_row, x_column),
         x_saved=saved,
         weight=weight,
         dgrad_plane=dgrad_plane,
-        dy=_planes(dy, dgrad and needs_dgrad, wgrad and needs_wgrad),
+        dy=_planes(
+            dy,
+            (dgrad and needs_dgrad) or (wgrad and needs_wgrad and flags.device_splits),
+            wgrad and needs_wgrad and not flags.device_splits,
+        ),
         fprop=fprop,
         dgrad=dgrad,
         wgrad=wgrad,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.gemm import gemm
+from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import FwdArgs, FwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import quantize_operand, split_rows
@@ -64,7 +65,7 @@ def _operands(
     quantizer = stage.x
     if quantizer is not None and quantizer.columnwise and keep_original:  # backward quantizes again
         quantizer = quantizer.with_usage(rowwise=True, columnwise=False) if stage.fprop else None
-    sources = split_rows(source, args.splits) if stage.spec.groups else [source]
+    sources = split_rows(source, args.splits) if stage.spec.groups and args.offsets is None else [source]
     quantized: list[QuantizedStorage] = []
     if quantizer is not None:
         quantized = [
@@ -89,6 +90,8 @@ def _multiply(
     weights: list[TensorOrQuantized],
     rows: int,
 ) -> Tensor:
+    if args.offsets is not None:
+        return device_groups.fprop(args, stage, operands[0], weights)
     comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
     after = plan.y is not Move.NONE  # a bias is added once, not by every rank
     sizes = args.splits if spec.groups and args.splits is not None else [rows]

@@ -47,6 +47,7 @@ class LayerCall:
     grad_amaxes: Tensor | None = None
     seeds: Tensor | None = None
     splits: list[int] | None = None
+    offsets: Tensor | None = None
     main_grads: list[Tensor | None] | None = None
     overwrite_main_grad: bool = False
     wgrad_store: list[object] | None = None
@@ -62,6 +63,7 @@ def forward_args(call: LayerCall, params: Sequence[Tensor | None]) -> FwdArgs:
         scales=call.scales,
         amaxes=call.amaxes,
         splits=call.splits,
+        offsets=call.offsets,
     )
 
 
@@ -79,6 +81,7 @@ class EagerLayer(torch.autograd.Function):
             call.x if needs_input(config) else None,
             call.seeds,
             call.scales,
+            call.offsets,
         ]
         for stage, weights in zip(config.stages, call.weights, strict=True):
             is_norm = stage.spec.produce == NORM and stage.needs_dgrad
@@ -89,7 +92,8 @@ class EagerLayer(torch.autograd.Function):
         tensors, ctx.shells = hollow_out(operands)
         ctx.save_for_backward(*tensors, *flatten_saved(result.saved))
         # What autograd holds now must not be held a second time: it is to be freed after backward.
-        call.x, call.weights, call.scales, call.seeds = None, [], None, None  # type: ignore[assignment]
+        call.x, call.weights = None, []  # type: ignore[assignment]
+        call.scales = call.seeds = call.offsets = None
         out = result.out.view(*call.lead, result.out.shape[-1])
         if not config.spec.return_norm_output:
             return out
@@ -103,7 +107,7 @@ class EagerLayer(torch.autograd.Function):
         config = call.config
         tensors = iter(ctx.saved_tensors)
         operands: Any = iter(fill_in(ctx.shells, tensors))
-        x, seeds, scales = next(operands), next(operands), next(operands)
+        x, seeds, scales, offsets = (next(operands) for _ in range(4))
         params: list[Tensor | None] = [None] * config.spec.param_count
         weights = []
         for stage in config.stages:
@@ -127,6 +131,7 @@ class EagerLayer(torch.autograd.Function):
                 overwrite_main_grad=call.overwrite_main_grad,
                 wgrad_store=call.wgrad_store,
                 splits=call.splits,
+                offsets=offsets,
             )
         )
         dx = None if result.dx is None else result.dx.view(ctx.x_shape)
@@ -177,5 +182,5 @@ def config_of(spec: LayerSpec, recipe: Recipe, flags: CallFlags) -> LayerConfig:
 
 
 def draw_seeds(spec: LayerSpec, like: Tensor) -> Tensor:
-    """int64 [stages, 2] from torch's generator, which activation checkpointing restores before it recomputes."""
-    return torch.randint(0, 2**62, (len(spec.stages), 2), dtype=torch.int64, device=like.device)
+    """int64 [seed_count, 2] from torch's generator, which activation checkpointing restores before it recomputes."""
+    return torch.randint(0, 2**62, (spec.seed_count, 2), dtype=torch.int64, device=like.device)

@@ -6,6 +6,7 @@ follow from that declaration. Letters: M rows, K columns of the logical tensor s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -100,7 +101,7 @@ class QuantizedStorage:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(M, K): all leading dimensions flattened into rows."""
-        return self.shape[:-1].numel(), self.shape[-1]
+        return math.prod(self.shape[:-1]), self.shape[-1]
 
     @property
     def device(self) -> torch.device:

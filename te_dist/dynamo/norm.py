@@ -1,0 +1,114 @@
+"""LayerNorm and RMSNorm: the computation, and the two ops that stand for it in a compiled graph.
+
+    te_dist::norm_forward    x -> y, mean (LayerNorm only), rstd   (pure)
+    te_dist::norm_backward   dy, x, ... -> dx, dweight, dbias      (pure)
+
+A fake is the same Python function with kernels switched off.
+
+No ``from __future__ import annotations``: the annotations become op schemas.
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.producers import NormOutput
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float, layer_norm: bool, zero_centered: bool
+) -> list[Tensor]:
+    """x [M, K] -> y [M, K], the mean of each row unless it is an RMSNorm, and 1 / its deviation (float32 [M])."""
+    x = kernels.as_rows(x)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if layer_norm else None
+    y = kernels.materialize(NormOutput(x, weight, bias, mean, rstd, eps=eps, zero_centered=zero_centered))
+    return [y, rstd] if mean is None else [y, mean, rstd]
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Optional[Tensor],
+    rstd: Tensor,
+    zero_centered: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> list[Tensor]:
+    """dx [M, K], then the gradients of weight and bias [K] of which are wanted."""
+    x, dy = kernels.as_rows(x), kernels.as_rows(dy.to(x.dtype))
+    gradients = kernels.norm_backward(
+        dy, x, weight, mean, rstd, zero_centered=zero_centered, weight_grad=weight_grad, bias_grad=bias_grad
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@torch.library.custom_op("te_dist::norm_forward", mutates_args=())
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float, layer_norm: bool, zero_centered: bool
+) -> list[Tensor]:
+    return forward(x, weight, bias, eps, layer_norm, zero_centered)
+
+
+@norm_forward.register_fake
+def _(x: Any, weight: Any, bias: Any, eps: Any, layer_norm: Any, zero_centered: Any) -> list[Tensor]:
+    with kernels.shapes_only():
+        return forward(x, weight, bias, eps, layer_norm, zero_centered)
+
+
+@torch.library.custom_op("te_dist::norm_backward", mutates_args=())
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Optional[Tensor],
+    rstd: Tensor,
+    zero_centered: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> list[Tensor]:
+    return backward(dy, x, weight, mean, rstd, zero_centered, weight_grad, bias_grad)
+
+
+@norm_backward.register_fake
+def _(
+    dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, zero_centered: Any, weight_grad: Any, bias_grad: Any
+) -> list[Tensor]:
+    with kernels.shapes_only():
+        return backward(dy, x, weight, mean, rstd, zero_centered, weight_grad, bias_grad)
+
+
+class Norm(torch.autograd.Function):
+    """The norm of the rows of a matrix. Eager code calls the functions, compiled code the ops."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        eps: float,
+        layer_norm: bool,
+        zero_centered: bool,
+        weight_grad: bool,
+        bias_grad: bool,
+    ) -> Tensor:
+        compute = torch.ops.te_dist.norm_forward if torch.compiler.is_compiling() else forward
+        made = compute(x, weight, bias, eps, layer_norm, zero_centered)
+        ctx.save_for_backward(x, weight, made[1] if layer_norm else None, made[-1])
+        ctx.flags = (zero_centered, weight_grad, bias_grad)
+        return made[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        compute = torch.ops.te_dist.norm_backward if torch.compiler.is_compiling() else backward
+        made = compute(dy, x, weight, mean, rstd, *ctx.flags)
+        _, weight_grad, bias_grad = ctx.flags
+        dweight = made[1] if weight_grad else None
+        dbias = made[-1] if bias_grad else None
+        return made[0], dweight, dbias, None, None, None, None, None
