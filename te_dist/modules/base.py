@@ -35,6 +35,20 @@ DELAYED_BUFFERS = ("fp8_scale", "fp8_amax_history")
 FOREIGN_STATE = "_extra_state"
 
 
+class Recomputed:
+    """What a forward that is computed again during backward must find as it was: the recipe, which may have been
+    that of a scope, and delayed scaling's scales, which a later forward may have moved on."""
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        self.recipe = recipe
+        self.scales: Tensor | None = None
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @torch.compiler.assume_constant_result
 def _call_constants(
     spec: LayerSpec, recipe: Recipe | None, keep_planes: bool, main_grad_dtype: torch.dtype | None, *grads: bool
@@ -103,8 +117,9 @@ class QuantizedLayer(torch.nn.Module):
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
         splits: list[int] | None = None,
+        recomputed: Recomputed | None = None,
     ) -> Any:
-        recipe = recipe_in_force(self.recipe)
+        recipe = recipe_in_force(self.recipe) if recomputed is None else recomputed.recipe
         params = self._slots()
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
@@ -115,8 +130,8 @@ class QuantizedLayer(torch.nn.Module):
             if inp.dtype != out_dtype and not isinstance(inp, QuantizedTensor):
                 inp = inp.to(out_dtype)
             with torch.autocast(device_type, enabled=False):
-                return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits)
-        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits)
+                return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
+        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
 
     def _run_in(
         self,
@@ -126,14 +141,17 @@ class QuantizedLayer(torch.nn.Module):
         is_first_microbatch: bool | None,
         skip_weight_update: Tensor | None,
         splits: list[int] | None,
+        recomputed: Recomputed | None,
     ) -> Any:
         frozen = scope.depth > 0
-        caching = frozen or is_first_microbatch is not None
+        caching = frozen or is_first_microbatch is not None or skip_weight_update is not None
         update = not self._workspace_fresh if frozen else is_first_microbatch is not False
         if torch.compiler.is_compiling():
             result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits)
         else:
-            result = self._run_eager(recipe, inp, params, caching, update, skip_weight_update, splits)
+            # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
+            update = update and not (caching and in_backward())
+            result = self._run_eager(recipe, inp, params, caching, update, skip_weight_update, splits, recomputed)
         if frozen:
             self._workspace_fresh = True
         return result
@@ -161,6 +179,7 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None,
         splits: list[int] | None,
+        recomputed: Recomputed | None,
     ) -> Any:
         config = self._config(recipe, inp, params, caching)
         flags = config.flags
@@ -169,9 +188,11 @@ class QuantizedLayer(torch.nn.Module):
             call.x = self._quantized_input(config, inp)
         else:
             call.x = kernels.as_rows(inp.detach())
-        if config.delayed:
-            self._delayed_call(call, recipe, update)
-        call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
+        # What inference mode makes, training could not use later.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            if config.delayed:
+                self._delayed_call(call, recipe, update, recomputed)
+            call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
             out = result.out.view(*call.lead, result.out.shape[-1])
@@ -239,6 +260,7 @@ class QuantizedLayer(torch.nn.Module):
         config = call.config
         kept = self._cached_storages(config, params, recipe) if caching else None
         weights: list[list[TensorOrQuantized]] = []
+        made = kept is None
         for index, stage in enumerate(config.stages):
             group: list[TensorOrQuantized] = []
             for g in range(stage.spec.weights):
@@ -249,7 +271,7 @@ class QuantizedLayer(torch.nn.Module):
                     continue
                 quantizer = weight_quantizer(config, stage, call.scales, call.amaxes, g)
                 workspace = None if kept is None else kept[index][g]
-                used, _ = quantize_weight(
+                used, new = quantize_weight(
                     param,
                     quantizer,
                     workspace if isinstance(workspace, QuantizedStorage) else None,
@@ -258,8 +280,9 @@ class QuantizedLayer(torch.nn.Module):
                     caching,
                 )
                 group.append(used)
+                made = made or new is not None
             weights.append(group)
-        if caching and kept is None:
+        if caching and made:
             buffers = flatten_weights(weights)
             self._workspaces, self._workspace_storages = buffers, (buffers, weights)
             self._workspace_recipe = recipe
@@ -390,7 +413,9 @@ class QuantizedLayer(torch.nn.Module):
             resized[:shared] = history[:shared]
             self.fp8_amax_history = resized
 
-    def _delayed_call(self, call: LayerCall, recipe: Recipe | None, update: bool) -> None:
+    def _delayed_call(
+        self, call: LayerCall, recipe: Recipe | None, update: bool, recomputed: Recomputed | None
+    ) -> None:
         assert isinstance(recipe, DelayedScaling)
         if self.fp8_scale is None or self.fp8_amax_history is None or self._fp8_largest is None \
                 or self.fp8_amax_history.shape[0] != recipe.amax_history_len:  # fmt: skip
@@ -398,12 +423,13 @@ class QuantizedLayer(torch.nn.Module):
         scales, history = self.fp8_scale, self.fp8_amax_history
         assert scales is not None and history is not None and self._fp8_largest is not None
         # Activation checkpointing runs forward again inside backward: same scales, and what it sees was recorded.
-        recomputes = torch._C._current_graph_task_id() != -1
-        records = call.config.flags.any_grad and not recomputes
+        records = call.config.flags.any_grad and not in_backward()
         if records and update:
             delayed_scaling.advance(history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo)
         # Saved for backward by value: the next microbatch may advance them before this one's backward runs.
         call.scales = scales.clone() if call.config.flags.any_grad else scales
+        if recomputed is not None:
+            recomputed.scales = call.scales = call.scales if recomputed.scales is None else recomputed.scales
         call.amaxes = history[0] if records else torch.zeros_like(scales)
         call.grad_amaxes = history[0]
 

@@ -8,7 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.base import QuantizedLayer, Recomputed
 from te_dist.modules.linear import InitMethod
 from te_dist.modules.parameters import (
     check_normalization,
@@ -20,7 +20,7 @@ from te_dist.modules.parameters import (
 )
 from te_dist.pipeline.config import ACTIVATION, NORM, LayerSpec, StageSpec
 from te_dist.producers import split_activation
-from te_dist.recipe import Recipe
+from te_dist.recipe import Recipe, recipe_in_force
 
 
 class LayerNormMLP(QuantizedLayer):
@@ -121,8 +121,9 @@ class LayerNormMLP(QuantizedLayer):
     ) -> Any:
         """y, or the tuple of y, fc2_bias and norm output of which the latter two were asked for."""
         if self.checkpoint and torch.is_grad_enabled():
+            recomputed = None if torch.compiler.is_compiling() else Recomputed(recipe_in_force(self.recipe))
             result = torch.utils.checkpoint.checkpoint(
-                self._run, inp, is_first_microbatch, skip_weight_update, use_reentrant=False
+                self._run, inp, is_first_microbatch, skip_weight_update, None, recomputed, use_reentrant=False
             )
         else:
             result = self._run(inp, is_first_microbatch, skip_weight_update)

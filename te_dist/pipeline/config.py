@@ -212,7 +212,7 @@ def _stage(
     # x: the row plane for fprop, the column plane for wgrad. A dequantized backward keeps fprop's own plane.
     x_column = needs_wgrad and wgrad
     saved = _planes(x, False, True) if x_column else (_planes(x, True, False) if dequantized and needs_wgrad else None)
-    uses_weight = fprop or (dgrad and needs_dgrad)
+    uses_weight = fprop or (dgrad and (needs_dgrad or flags.keep_planes))
     weight = None
     if uses_weight:
         weight = _planes(w, fprop or flags.keep_planes, (needs_dgrad and dgrad) or flags.keep_planes)
