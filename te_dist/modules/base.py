@@ -210,8 +210,8 @@ class QuantizedLayer(torch.nn.Module):
         self, recipe: Recipe | None, inp: Tensor, params: Sequence[Tensor | None], caching: bool
     ) -> LayerConfig:
         if recipe is not self._configs_recipe:
-            self._configs, self._configs_recipe = {}, recipe
             self._check_recipe(recipe, params)
+            self._configs, self._configs_recipe = {}, recipe
         on = torch.is_grad_enabled()
         key = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params], caching)
         config = self._configs.get(key)
@@ -318,7 +318,8 @@ class QuantizedLayer(torch.nn.Module):
                         f"weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) first"
                     )
                 targets[slot] = main_grad
-                call.overwrite_main_grad = getattr(param, "overwrite_main_grad", False)
+                if getattr(param, "overwrite_main_grad", False):
+                    call.overwrite_main_grads |= {slot}
                 if hasattr(param, "grad_added_to_main_grad"):
                     param.grad_added_to_main_grad = True
         call.main_grads = targets

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.parameters import reset_linear
 from te_dist.pipeline.config import LayerSpec, StageSpec
 from te_dist.recipe import Recipe
 
@@ -64,6 +65,14 @@ class Linear(QuantizedLayer, torch.nn.Linear):
         self.return_bias = return_bias
         self.parameter_splits = _split_sizes(parameters_split, out_features)
         if self.parameter_splits:
+            for option, on in (
+                ("fuse_wgrad_accumulation", fuse_wgrad_accumulation),
+                ("delay_wgrad_compute", delay_wgrad_compute),
+            ):
+                if on:
+                    raise ValueError(
+                        f"Linear: {option} needs one weight that holds the gradient, so parameters_split excludes it"
+                    )
             self._split_parameters()
         spec = linear_spec(bias and not return_bias, name or "", save_original_input)
         self._init_layer(
@@ -74,14 +83,19 @@ class Linear(QuantizedLayer, torch.nn.Linear):
         )
 
     def reset_parameters(self) -> None:
-        if getattr(self, "parameter_splits", None):
-            for name in self.parameter_splits:
-                torch.nn.init.kaiming_uniform_(getattr(self, f"{name}_weight"), a=5**0.5)
+        if not getattr(self, "parameter_splits", None):
+            torch.nn.Linear.reset_parameters(self)
+            self._fill(self.weight)
             return
-        torch.nn.Linear.reset_parameters(self)
-        if getattr(self, "_init_method", None) is not None and self.weight.device.type != "meta":
+        for name in self.parameter_splits:
+            weight = getattr(self, f"{name}_weight")
+            reset_linear(weight, getattr(self, f"{name}_bias") if self._has_bias else None)
+            self._fill(weight)
+
+    def _fill(self, weight: Tensor) -> None:
+        if getattr(self, "_init_method", None) is not None and weight.device.type != "meta":
             with torch.no_grad():
-                self._init_method(self.weight)
+                self._init_method(weight)
 
     def _split_parameters(self) -> None:
         weight, bias = self.weight, self.bias
@@ -122,7 +136,11 @@ class Linear(QuantizedLayer, torch.nn.Linear):
         return (out, self._weight_and_bias()[1]) if self.return_bias else out
 
     def extra_repr(self) -> str:
-        return f"{torch.nn.Linear.extra_repr(self)}, recipe={self.recipe!r}"
+        bias = self._has_bias if self.parameter_splits else self.bias is not None
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        if self.parameter_splits:
+            text += f", parameters_split={self.parameter_splits}"
+        return f"{text}, recipe={self.recipe!r}"
 
 
 def linear_spec(has_bias: bool, name: str, save_original_input: bool = False) -> LayerSpec:

@@ -146,7 +146,12 @@ def _wgrad(
     assert dtype is not None
     main_grad = None if args.main_grads is None else args.main_grads[slot]
     product = WeightGradient(
-        dy, x, dtype, stage.split_accumulator[2], main_grad, main_grad is not None and not args.overwrite_main_grad
+        dy,
+        x,
+        dtype,
+        stage.split_accumulator[2],
+        main_grad,
+        main_grad is not None and slot not in args.overwrite_main_grads,
     )
     if args.wgrad_store is not None:
         args.wgrad_store.append((slot, product))
