@@ -81,9 +81,9 @@ class QuantizedLayer(torch.nn.Module):
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
         """Called by subclasses at the end of ``__init__``, when the parameters are there."""
+        self.spec = spec
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"{self._label()} expects recipe to be a te_dist recipe or None but got {recipe!r}")
-        self.spec = spec
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.wgrad_store: list[object] | None = [] if delay_wgrad_compute else None
@@ -245,8 +245,17 @@ class QuantizedLayer(torch.nn.Module):
                 "an unquantized tensor" if layout is None else f"one quantized by {wanted!r}, or an unquantized one"
             )
             raise ValueError(f"{self._label()} got an input quantized by {storage.quantizer!r} but expects {needed}")
+        assert wanted is not None
         rows, cols = storage.matrix_shape
-        return storage.view((rows, cols))
+        storage = storage.view((rows, cols))
+        has = (storage.has_rowwise or not wanted.rowwise) and (storage.has_columnwise or not wanted.columnwise)
+        try:
+            return storage if has else storage.with_usage(rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+        except ValueError:
+            raise ValueError(
+                f"{self._label()} got an input quantized by {storage.quantizer!r} but expects one with "
+                f"rowwise={wanted.rowwise} and columnwise={wanted.columnwise}, which this format cannot derive"
+            ) from None
 
     def _eager_weights(
         self,
@@ -434,6 +443,14 @@ class QuantizedLayer(torch.nn.Module):
         call.amaxes = history[0] if records else torch.zeros_like(scales)
         call.grad_amaxes = history[0]
 
+    def _reset_delayed(self) -> None:
+        """Part of ``reset_parameters``: delayed scaling starts over."""
+        if self._buffers.get("fp8_scale") is not None:
+            assert self.fp8_scale is not None and self.fp8_amax_history is not None
+            self.fp8_scale.fill_(1.0)
+            self.fp8_amax_history.zero_()
+            self._fp8_largest = None  # made at the next call
+
     # ---------------------------------------------------------------------------------------- state
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A checkpoint of nn.Linear, of another recipe, or of Transformer Engine loads in strict mode too."""
@@ -464,4 +481,15 @@ class QuantizedLayer(torch.nn.Module):
         with contextlib.suppress(AttributeError):
             self._workspaces = self._workspace_storages = self._workspace_recipe = None
             self._workspace_fresh = False
-        return super()._apply(fn, recurse)
+        before = {name: self._buffers.get(name) for name in (*DELAYED_BUFFERS, "_fp8_largest")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers.get(name)
+            if old is None or new is None:
+                continue
+            if old.is_meta and not new.is_meta:  # to_empty: memory that nobody has filled
+                self._reset_delayed()
+                break
+            if new.dtype != old.dtype:  # .half() and the like are about parameters
+                self._buffers[name] = old.to(device=new.device)
+        return self

@@ -75,6 +75,7 @@ class LayerNormLinear(QuantizedLayer):
         )
 
     def reset_parameters(self) -> None:
+        self._reset_delayed()
         reset_norm(self, "layer_norm", self.zero_centered_gamma)
         reset_linear(self.weight, self.bias)
         if self._init_method is not None and self.weight.device.type != "meta":

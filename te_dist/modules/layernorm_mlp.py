@@ -97,6 +97,7 @@ class LayerNormMLP(QuantizedLayer):
         )
 
     def reset_parameters(self) -> None:
+        self._reset_delayed()
         reset_norm(self, "layer_norm", self.zero_centered_gamma)
         for weight, bias, method in zip(
             (self.fc1_weight, self.fc2_weight), (self.fc1_bias, self.fc2_bias), self._init_methods, strict=True

@@ -83,6 +83,7 @@ class Linear(QuantizedLayer, torch.nn.Linear):
         )
 
     def reset_parameters(self) -> None:
+        self._reset_delayed()
         if not getattr(self, "parameter_splits", None):
             torch.nn.Linear.reset_parameters(self)
             self._fill(self.weight)

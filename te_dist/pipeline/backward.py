@@ -125,7 +125,7 @@ def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved, group: in
         if stage.spec.groups:
             assert isinstance(whole, Tensor) and args.splits is not None
             x = whole.split(args.splits)[group]
-    if stage.dequantized_backward:
+    if stage.dequantized_backward or not stage.wgrad:
         return high_precision(x, args.x_dtype)
     if stage.wgrad and isinstance(x, Tensor) and stage.x is not None:  # save_original_input
         column = stage.x.with_usage(rowwise=False, columnwise=True)
