@@ -35,6 +35,20 @@ DELAYED_BUFFERS = ("fp8_scale", "fp8_amax_history")
 FOREIGN_STATE = "_extra_state"
 
 
+class Recomputed:
+    """What a forward that is computed again during backward must find as it was: the recipe, which may have been
+    that of a scope, and delayed scaling's scales, which a later forward may have moved on."""
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        self.recipe = recipe
+        self.scales: Tensor | None = None
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @torch.compiler.assume_constant_result
 def _call_constants(
     spec: LayerSpec,
@@ -78,9 +92,9 @@ class QuantizedLayer(torch.nn.Module):
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
         """Called by subclasses at the end of ``__init__``, when the parameters are there."""
+        self.spec = spec
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"{self._label()} expects recipe to be a te_dist recipe or None but got {recipe!r}")
-        self.spec = spec
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.wgrad_store: list[object] | None = [] if delay_wgrad_compute else None
@@ -114,8 +128,9 @@ class QuantizedLayer(torch.nn.Module):
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
         splits: list[int] | Tensor | None = None,
+        recomputed: Recomputed | None = None,
     ) -> Any:
-        recipe = recipe_in_force(self.recipe)
+        recipe = recipe_in_force(self.recipe) if recomputed is None else recomputed.recipe
         params = self._slots()
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
@@ -126,8 +141,8 @@ class QuantizedLayer(torch.nn.Module):
             if inp.dtype != out_dtype and not isinstance(inp, QuantizedTensor):
                 inp = inp.to(out_dtype)
             with torch.autocast(device_type, enabled=False):
-                return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits)
-        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits)
+                return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
+        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
 
     def _run_in(
         self,
@@ -137,14 +152,17 @@ class QuantizedLayer(torch.nn.Module):
         is_first_microbatch: bool | None,
         skip_weight_update: Tensor | None,
         splits: list[int] | Tensor | None,
+        recomputed: Recomputed | None,
     ) -> Any:
         frozen = scope.depth > 0
-        caching = frozen or is_first_microbatch is not None
+        caching = frozen or is_first_microbatch is not None or skip_weight_update is not None
         update = not self._workspace_fresh if frozen else is_first_microbatch is not False
         if torch.compiler.is_compiling():
             result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits)
         else:
-            result = self._run_eager(recipe, inp, params, caching, update, skip_weight_update, splits)
+            # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
+            update = update and not (caching and in_backward())
+            result = self._run_eager(recipe, inp, params, caching, update, skip_weight_update, splits, recomputed)
         if frozen:
             self._workspace_fresh = True
         return result
@@ -172,6 +190,7 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
+        recomputed: Recomputed | None,
     ) -> Any:
         config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor))
         flags = config.flags
@@ -181,9 +200,11 @@ class QuantizedLayer(torch.nn.Module):
             call.x = self._quantized_input(config, inp)
         else:
             call.x = kernels.as_rows(inp.detach())
-        if config.delayed:
-            self._delayed_call(call, recipe, update)
-        call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
+        # What inference mode makes, training could not use later.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            if config.delayed:
+                self._delayed_call(call, recipe, update, recomputed)
+            call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
             out = result.out.view(*call.lead, result.out.shape[-1])
@@ -206,8 +227,8 @@ class QuantizedLayer(torch.nn.Module):
         device_splits: bool = False,
     ) -> LayerConfig:
         if recipe is not self._configs_recipe:
-            self._configs, self._configs_recipe = {}, recipe
             self._check_recipe(recipe, params)
+            self._configs, self._configs_recipe = {}, recipe
         on = torch.is_grad_enabled()
         grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
         key = (grads, caching, device_splits)
@@ -242,8 +263,17 @@ class QuantizedLayer(torch.nn.Module):
                 "an unquantized tensor" if layout is None else f"one quantized by {wanted!r}, or an unquantized one"
             )
             raise ValueError(f"{self._label()} got an input quantized by {storage.quantizer!r} but expects {needed}")
+        assert wanted is not None
         rows, cols = storage.matrix_shape
-        return storage.view((rows, cols))
+        storage = storage.view((rows, cols))
+        has = (storage.has_rowwise or not wanted.rowwise) and (storage.has_columnwise or not wanted.columnwise)
+        try:
+            return storage if has else storage.with_usage(rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+        except ValueError:
+            raise ValueError(
+                f"{self._label()} got an input quantized by {storage.quantizer!r} but expects one with "
+                f"rowwise={wanted.rowwise} and columnwise={wanted.columnwise}, which this format cannot derive"
+            ) from None
 
     def _eager_weights(
         self,
@@ -257,6 +287,7 @@ class QuantizedLayer(torch.nn.Module):
         config = call.config
         kept = self._cached_storages(config, params, recipe) if caching else None
         weights: list[list[TensorOrQuantized]] = []
+        made = kept is None
         for index, stage in enumerate(config.stages):
             group: list[TensorOrQuantized] = []
             for g in range(stage.spec.weights):
@@ -267,7 +298,7 @@ class QuantizedLayer(torch.nn.Module):
                     continue
                 quantizer = weight_quantizer(config, stage, call.scales, call.amaxes, g)
                 workspace = None if kept is None else kept[index][g]
-                used, _ = quantize_weight(
+                used, new = quantize_weight(
                     param,
                     quantizer,
                     workspace if isinstance(workspace, QuantizedStorage) else None,
@@ -276,8 +307,9 @@ class QuantizedLayer(torch.nn.Module):
                     caching,
                 )
                 group.append(used)
+                made = made or new is not None
             weights.append(group)
-        if caching and kept is None:
+        if caching and made:
             buffers = flatten_weights(weights)
             self._workspaces, self._workspace_storages = buffers, (buffers, weights)
             self._workspace_recipe = recipe
@@ -313,7 +345,8 @@ class QuantizedLayer(torch.nn.Module):
                         f"weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) first"
                     )
                 targets[slot] = main_grad
-                call.overwrite_main_grad = getattr(param, "overwrite_main_grad", False)
+                if getattr(param, "overwrite_main_grad", False):
+                    call.overwrite_main_grads |= {slot}
                 if hasattr(param, "grad_added_to_main_grad"):
                     param.grad_added_to_main_grad = True
         call.main_grads = targets
@@ -413,7 +446,9 @@ class QuantizedLayer(torch.nn.Module):
             resized[:shared] = history[:shared]
             self.fp8_amax_history = resized
 
-    def _delayed_call(self, call: LayerCall, recipe: Recipe | None, update: bool) -> None:
+    def _delayed_call(
+        self, call: LayerCall, recipe: Recipe | None, update: bool, recomputed: Recomputed | None
+    ) -> None:
         assert isinstance(recipe, DelayedScaling)
         if self.fp8_scale is None or self.fp8_amax_history is None or self._fp8_largest is None \
                 or self.fp8_amax_history.shape[0] != recipe.amax_history_len:  # fmt: skip
@@ -421,14 +456,23 @@ class QuantizedLayer(torch.nn.Module):
         scales, history = self.fp8_scale, self.fp8_amax_history
         assert scales is not None and history is not None and self._fp8_largest is not None
         # Activation checkpointing runs forward again inside backward: same scales, and what it sees was recorded.
-        recomputes = torch._C._current_graph_task_id() != -1
-        records = call.config.flags.any_grad and not recomputes
+        records = call.config.flags.any_grad and not in_backward()
         if records and update:
             delayed_scaling.advance(history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo)
         # Saved for backward by value: the next microbatch may advance them before this one's backward runs.
         call.scales = scales.clone() if call.config.flags.any_grad else scales
+        if recomputed is not None:
+            recomputed.scales = call.scales = call.scales if recomputed.scales is None else recomputed.scales
         call.amaxes = history[0] if records else torch.zeros_like(scales)
         call.grad_amaxes = history[0]
+
+    def _reset_delayed(self) -> None:
+        """Part of ``reset_parameters``: delayed scaling starts over."""
+        if self._buffers.get("fp8_scale") is not None:
+            assert self.fp8_scale is not None and self.fp8_amax_history is not None
+            self.fp8_scale.fill_(1.0)
+            self.fp8_amax_history.zero_()
+            self._fp8_largest = None  # made at the next call
 
     # ---------------------------------------------------------------------------------------- state
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -460,4 +504,15 @@ class QuantizedLayer(torch.nn.Module):
         with contextlib.suppress(AttributeError):
             self._workspaces = self._workspace_storages = self._workspace_recipe = None
             self._workspace_fresh = False
-        return super()._apply(fn, recurse)
+        before = {name: self._buffers.get(name) for name in (*DELAYED_BUFFERS, "_fp8_largest")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers.get(name)
+            if old is None or new is None:
+                continue
+            if old.is_meta and not new.is_meta:  # to_empty: memory that nobody has filled
+                self._reset_delayed()
+                break
+            if new.dtype != old.dtype:  # .half() and the like are about parameters
+                self._buffers[name] = old.to(device=new.device)
+        return self

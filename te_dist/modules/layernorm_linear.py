@@ -85,6 +85,7 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
         )
 
     def reset_parameters(self) -> None:
+        self._reset_delayed()
         reset_norm(self, "layer_norm", self.zero_centered_gamma)
         if getattr(self, "parameter_splits", None):
             self._reset_parts(self._init_method)

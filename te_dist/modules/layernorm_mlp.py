@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
-from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.base import QuantizedLayer, Recomputed
 from te_dist.modules.linear import InitMethod
 from te_dist.modules.parameters import (
     check_normalization,
@@ -21,7 +21,7 @@ from te_dist.modules.parameters import (
 )
 from te_dist.pipeline.config import ACTIVATION, NORM, LayerSpec, StageSpec
 from te_dist.producers import split_activation
-from te_dist.recipe import Recipe
+from te_dist.recipe import Recipe, recipe_in_force
 
 
 class LayerNormMLP(QuantizedLayer):
@@ -105,6 +105,7 @@ class LayerNormMLP(QuantizedLayer):
         )
 
     def reset_parameters(self) -> None:
+        self._reset_delayed()
         reset_norm(self, "layer_norm", self.zero_centered_gamma)
         for weight, bias, method in zip(
             (self.fc1_weight, self.fc2_weight), (self.fc1_bias, self.fc2_bias), self._init_methods, strict=True
@@ -129,8 +130,9 @@ class LayerNormMLP(QuantizedLayer):
     ) -> Any:
         """y, or the tuple of y, fc2_bias and norm output of which the latter two were asked for."""
         if self.checkpoint and torch.is_grad_enabled():
+            recomputed = None if torch.compiler.is_compiling() else Recomputed(recipe_in_force(self.recipe))
             result = torch.utils.checkpoint.checkpoint(
-                self._run, inp, is_first_microbatch, skip_weight_update, use_reentrant=False
+                self._run, inp, is_first_microbatch, skip_weight_update, None, recomputed, use_reentrant=False
             )
         else:
             result = self._run(inp, is_first_microbatch, skip_weight_update)

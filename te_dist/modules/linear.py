@@ -73,13 +73,15 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         )
 
     def reset_parameters(self) -> None:
+        self._reset_delayed()
         if getattr(self, "parameter_splits", None):
             self._reset_parts(self._init_method)
             return
         torch.nn.Linear.reset_parameters(self)
-        if self._init_method is not None and self.weight.device.type != "meta":
+        weight = self.weight
+        if self._init_method is not None and weight.device.type != "meta":
             with torch.no_grad():
-                self._init_method(self.weight)
+                self._init_method(weight)
 
     def _slots(self) -> list[Tensor | None]:
         weight, bias = self._weight_and_bias()
@@ -101,7 +103,11 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         return (out, self._weight_and_bias()[1]) if self.return_bias else out
 
     def extra_repr(self) -> str:
-        return f"{torch.nn.Linear.extra_repr(self)}, recipe={self.recipe!r}"
+        bias = bool(self._parts("bias")) if self.parameter_splits else self.bias is not None
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        if self.parameter_splits:
+            text += f", parameters_split={self.parameter_splits}"
+        return f"{text}, recipe={self.recipe!r}"
 
 
 def linear_spec(has_bias: bool, name: str, save_original_input: bool = False) -> LayerSpec:

@@ -70,7 +70,7 @@ class BwdArgs:
     seeds: Tensor | None = None  # int64 [stages, 2]: stochastic rounding
     # wgrad scheduling
     main_grads: list[Tensor | None] | None = None  # by slot: where wgrad accumulates instead of returning
-    overwrite_main_grad: bool = False
+    overwrite_main_grads: frozenset[int] = frozenset()  # slots whose main_grad is written, not added to
     wgrad_store: list[object] | None = None  # where delayed products wait
     # groups
     splits: list[int] | None = None

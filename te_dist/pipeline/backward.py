@@ -129,7 +129,7 @@ def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved, group: in
         if stage.spec.groups:
             assert isinstance(whole, Tensor) and args.splits is not None
             x = whole.split(args.splits)[group]
-    if stage.dequantized_backward:
+    if stage.dequantized_backward or not stage.wgrad:
         return high_precision(x, args.x_dtype)
     if stage.wgrad and isinstance(x, Tensor) and stage.x is not None:  # save_original_input
         column = stage.x.with_usage(rowwise=False, columnwise=True)
@@ -150,7 +150,12 @@ def _wgrad(
     assert dtype is not None
     main_grad = None if args.main_grads is None else args.main_grads[slot]
     product = WeightGradient(
-        dy, x, dtype, stage.split_accumulator[2], main_grad, main_grad is not None and not args.overwrite_main_grad
+        dy,
+        x,
+        dtype,
+        stage.split_accumulator[2],
+        main_grad,
+        main_grad is not None and slot not in args.overwrite_main_grads,
     )
     if args.wgrad_store is not None:
         args.wgrad_store.append((slot, product))

@@ -224,7 +224,7 @@ def _stage(
     x_column = needs_wgrad and wgrad and not flags.device_splits
     x_row = needs_wgrad and (dequantized or (wgrad and flags.device_splits))
     saved = _planes(x, False, True) if x_column else (_planes(x, True, False) if x_row else None)
-    uses_weight = fprop or (dgrad and needs_dgrad)
+    uses_weight = fprop or (dgrad and (needs_dgrad or flags.keep_planes))
     weight = None
     if uses_weight:
         weight = _planes(w, fprop or flags.keep_planes, (needs_dgrad and dgrad) or flags.keep_planes)

@@ -15,6 +15,7 @@ from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import quantize_operand, split_rows
 from te_dist.plan import Move
 from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
+from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
 
 
@@ -27,6 +28,8 @@ def layer_forward(args: FwdArgs) -> FwdResult:
         operands: Sequence[TensorOrQuantized]
         if isinstance(x, QuantizedStorage):
             operands = [x]
+            if stage.needs_wgrad and stage.x_saved is not None and not args.config.spec.save_original_input:
+                kept.x = [one_plane(x, stage.x_saved)]
         else:
             source = _produce(args, stage, x, kept, first=index == 0)
             if stage.spec.produce == NORM and args.config.spec.return_norm_output:
@@ -83,6 +86,13 @@ def _operands(
     return [kernels.materialize(part) for part in sources]
 
 
+def _unquantized(param: Tensor | None, weight: QuantizedStorage, dtype: torch.dtype) -> TensorOrQuantized:
+    """The weight as it was before it was quantized, where the parameter is not quantized itself."""
+    if param is None or isinstance(param, QuantizedTensor):
+        return weight
+    return param.detach().to(dtype)
+
+
 def _multiply(
     args: FwdArgs,
     stage: StageConfig,
@@ -98,6 +108,8 @@ def _multiply(
     results = []
     for group, (operand, weight, size) in enumerate(zip(operands, weights, sizes, strict=True)):
         bias = args.params[stage.bias_slot + group] if spec.has_bias and not after else None
+        if not stage.fprop and isinstance(weight, QuantizedStorage):  # quantized for dgrad alone
+            weight = _unquantized(args.params[stage.weight_slot + group], weight, args.out_dtype)
         gathered = comm.gather(plan.x, operand)
         y = gemm(
             gathered,

@@ -49,7 +49,7 @@ class LayerCall:
     splits: list[int] | None = None
     offsets: Tensor | None = None
     main_grads: list[Tensor | None] | None = None
-    overwrite_main_grad: bool = False
+    overwrite_main_grads: frozenset[int] = frozenset()
     wgrad_store: list[object] | None = None
 
 
@@ -128,7 +128,7 @@ class EagerLayer(torch.autograd.Function):
                 amaxes=call.grad_amaxes,
                 seeds=seeds,
                 main_grads=call.main_grads,
-                overwrite_main_grad=call.overwrite_main_grad,
+                overwrite_main_grads=call.overwrite_main_grads,
                 wgrad_store=call.wgrad_store,
                 splits=call.splits,
                 offsets=offsets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from te_dist import kernels
@@ -9,6 +10,7 @@ from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.config import LayerConfig, StageConfig
 from te_dist.producers import Plain
 from te_dist.quantizers import Float8Quantizer, Quantizer
+from te_dist.quantizers.checks import check_small_tensor
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -36,6 +38,8 @@ def quantize_weight(
         return tensor.quantized_storage, None
     if isinstance(tensor, QuantizedStorage) or quantizer is None:
         return tensor, None
+    if skip_update_flag is not None:
+        check_small_tensor("skip_update_flag", skip_update_flag, torch.float32, 1, tensor.device)
     if workspace is not None and serves(workspace, quantizer, tensor):
         if update_workspace or skip_update_flag is not None:
             writer = quantizer.with_usage(rowwise=workspace.has_rowwise, columnwise=workspace.has_columnwise)
@@ -52,6 +56,7 @@ def serves(workspace: QuantizedStorage, quantizer: Quantizer, tensor: Tensor) ->
     return (
         type(workspace) is quantizer.storage_cls
         and workspace.shape == tensor.shape
+        and workspace.dtype == tensor.dtype
         and workspace.device == tensor.device
         and (workspace.has_rowwise or not quantizer.rowwise)
         and (workspace.has_columnwise or not quantizer.columnwise)
