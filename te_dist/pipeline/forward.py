@@ -29,7 +29,7 @@ def layer_forward(args: FwdArgs) -> FwdResult:
         if isinstance(x, QuantizedStorage):
             operands = [x]
             if stage.needs_wgrad and stage.x_saved is not None and not args.config.spec.save_original_input:
-                kept.x = [one_plane(x, stage.x_saved)]
+                kept.x = [x.with_usage(rowwise=stage.x_saved.rowwise, columnwise=stage.x_saved.columnwise)]
         else:
             source = _produce(args, stage, x, kept, first=index == 0)
             if stage.spec.produce == NORM and args.config.spec.return_norm_output:
