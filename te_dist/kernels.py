@@ -134,8 +134,8 @@ def _call(function: Any, device: torch.device, *args: Any) -> None:
         return
     if device.type == "cpu":
         function(*args, torch.get_num_threads())
-    elif device.index is None or device.index == torch.cuda.current_device():
-        function(*args, torch_compat.current_raw_stream(torch.cuda.current_device()))
+    elif device.index is None or device.index == torch_compat.current_cuda_device():
+        function(*args, torch_compat.current_raw_stream(torch_compat.current_cuda_device()))
     else:
         with torch.cuda.device(device):
             function(*args, torch_compat.current_raw_stream(device.index))

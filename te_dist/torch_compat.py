@@ -96,3 +96,15 @@ def current_raw_stream(device_index: int) -> int:
     if getter is not None:
         return int(getter(device_index))
     return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+# The current device's index, without the checks of torch.cuda.current_device: a tensor on a GPU has passed them.
+current_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+# ------------------------------------------------------------------------------------------------- autograd
+def release_saved_tensors(ctx: Any) -> None:
+    """Let go of a Function's saved tensors before its backward ends, unless the graph is retained."""
+    release = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if release is not None:
+        release()

@@ -554,9 +554,22 @@ def test_parameters_split_that_does_not_fit() -> None:
         make("linear", parameters_split=("a", "b", "c", "d", "e"))
     with pytest.raises(ValueError, match="out_features 96"):
         make("linear", parameters_split={"a": 1, "b": 2})
-    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
-        with pytest.raises(ValueError, match=option):
-            make("linear", parameters_split=("a", "b"), **{option: True})
+    with pytest.raises(ValueError, match="fuse_wgrad_accumulation"):
+        make("linear", parameters_split=("a", "b"), fuse_wgrad_accumulation=True)
+
+
+def test_parameters_split_with_delayed_weight_gradients() -> None:
+    delayed, plain = (
+        make("linear", "mxfp8", parameters_split=("a", "b"), delay_wgrad_compute=d) for d in (True, False)
+    )
+    delayed.load_state_dict(plain.state_dict())
+    x = torch.randn(8, K, dtype=torch.bfloat16)
+    for layer in (delayed, plain):
+        layer(x).sum().backward()
+    assert delayed.a_weight.grad is None
+    delayed.backward_dw()
+    for name in ("a_weight", "b_weight"):
+        assert torch.equal(getattr(delayed, name).grad, getattr(plain, name).grad)
 
 
 def test_parameters_split_is_printed() -> None:

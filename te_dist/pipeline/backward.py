@@ -44,64 +44,88 @@ class WeightGradient:
 
 
 def layer_backward(args: BwdArgs) -> BwdResult:
+    """Consumes `args`: what a stage has used is let go of at once, because gradients take the memory next."""
     config = args.config
     result = BwdResult(None, [None] * config.spec.param_count)
-    source: Producer | None = Plain(args.dy)
+    sources: list[Producer] = [Plain(args.dy)]
+    args.dy = None  # type: ignore[assignment]
     for index in reversed(range(len(config.stages))):
         stage, saved = config.stages[index], args.saved[index]
-        assert source is not None
-        da = _stage_products(args, index, stage, saved, source, result)
-        source = _through_producer(args, stage, saved, da, result, first=index == 0)
-        if source is None:
-            break
-    if config.flags.input_grad and source is not None:
-        result.dx = kernels.materialize(source)
+        da = _stage_products(args, index, stage, saved, sources, result)
+        if da is None:
+            return result
+        sources.append(_through_producer(args, stage, saved, da, result, first=index == 0))
+        del da, saved
+        args.saved[index] = StageSaved()
+        args.weights[index] = []
+    if config.flags.input_grad:
+        result.dx = kernels.materialize(sources.pop())
     return result
 
 
 def _stage_products(
-    args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, source: Producer, result: BwdResult
+    args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, sources: list[Producer], result: BwdResult
 ) -> Tensor | None:
-    """The gradients of weight and bias, and of the operand that the stage consumed."""
+    """The gradients of weight and bias, and of the operand that the stage consumed. Takes the one source."""
+    source = sources.pop()
     if args.offsets is not None:
         return device_groups.backward_products(args, index, stage, saved, source, result)
-    spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
-    rows = source.shape[0]
-    sources = split_rows(source, args.splits) if spec.groups else [source]
-    sizes = args.splits if spec.groups and args.splits is not None else [rows]
-    das: list[Tensor] = []
-    for group, (part, size) in enumerate(zip(sources, sizes, strict=True)):
-        if stage.needs_bias_grad:
-            part.want_column_sums()
-        quantized: QuantizedStorage | None = None
-        if stage.dy is not None:
-            seed = None if args.seeds is None else args.seeds[stage.seed_index(group)]
-            quantized = quantize_operand(
-                args.config, stage, "grad_output", stage.dy, part, args.scales, args.amaxes, seed, group
-            )
-        plain = _plain_gradient(args, stage, part, quantized)
-        if stage.needs_bias_grad:
-            slot = stage.bias_slot + group
-            dtype = args.param_dtypes[slot]
-            assert dtype is not None
-            result.dparams[slot] = kernels.column_sums(part, dtype)
-        dy_dgrad = quantized if stage.dgrad and quantized is not None else plain
-        dy_wgrad = quantized if stage.wgrad and quantized is not None else plain
-        if stage.needs_dgrad:
-            assert dy_dgrad is not None
-            das.append(_dgrad(args, stage, comm.gather(plan.dy, dy_dgrad), args.weights[index][group], size))
-        if stage.needs_wgrad:
-            assert dy_wgrad is not None
-            x = comm.gather(plan.x, _wgrad_input(args, stage, saved, group))
-            _wgrad(args, stage, comm.gather(plan.dy, dy_wgrad), x, stage.weight_slot + group, result)
-    if not das:
-        return None
-    return comm.reduce(plan.dx, das[0] if len(das) == 1 else torch.cat(das))
+    if not stage.spec.groups:
+        sources.append(source)
+        del source
+        da = _group_products(args, index, stage, saved, sources, 0, result)
+        return None if da is None else stage.spec.comm.reduce(stage.spec.comm.plan.dx, da)
+    parts = split_rows(source, args.splits)
+    das = [_group_products(args, index, stage, saved, [part], group, result) for group, part in enumerate(parts)]
+    present = [da for da in das if da is not None]
+    return stage.spec.comm.reduce(stage.spec.comm.plan.dx, torch.cat(present)) if present else None
 
 
-def _plain_gradient(
-    args: BwdArgs, stage: StageConfig, source: Producer, quantized: QuantizedStorage | None
+def _group_products(
+    args: BwdArgs,
+    index: int,
+    stage: StageConfig,
+    saved: StageSaved,
+    sources: list[Producer],
+    group: int,
+    result: BwdResult,
 ) -> Tensor | None:
+    comm, plan = stage.spec.comm, stage.spec.comm.plan
+    source = sources.pop()
+    rows = source.shape[0]
+    if stage.needs_bias_grad:
+        source.want_column_sums()
+    quantized: QuantizedStorage | None = None
+    if stage.dy is not None:
+        seed = None if args.seeds is None else args.seeds[stage.seed_index(group)]
+        quantized = quantize_operand(
+            args.config, stage, "grad_output", stage.dy, source, args.scales, args.amaxes, seed, group
+        )
+    plain = _plain_gradient(stage, source, quantized)
+    if stage.needs_bias_grad:
+        slot = stage.bias_slot + group
+        dtype = args.param_dtypes[slot]
+        assert dtype is not None
+        result.dparams[slot] = kernels.column_sums(source, dtype)
+    del source
+    da: Tensor | None = None
+    if stage.needs_dgrad:
+        dy = quantized if stage.dgrad and quantized is not None else plain
+        assert dy is not None
+        da = _dgrad(args, stage, comm.gather(plan.dy, dy), args.weights[index][group], rows)
+        del dy
+    if stage.needs_wgrad:
+        if stage.wgrad and quantized is not None:
+            assert stage.dy_column is not None
+            quantized = quantized._planes_of(stage.dy_column)  # the row plane has been used
+        dy = quantized if stage.wgrad and quantized is not None else plain
+        assert dy is not None
+        x = comm.gather(plan.x, _wgrad_input(args, stage, saved, group))
+        _wgrad(args, stage, comm.gather(plan.dy, dy), x, stage.weight_slot + group, result)
+    return da
+
+
+def _plain_gradient(stage: StageConfig, source: Producer, quantized: QuantizedStorage | None) -> Tensor | None:
     """The gradient in high precision, where some product reads it like that."""
     for needed, is_quantized in ((stage.needs_dgrad, stage.dgrad), (stage.needs_wgrad, stage.wgrad)):
         if needed and not (is_quantized and quantized is not None):
@@ -176,11 +200,9 @@ def _same_rows(dy: TensorOrQuantized, x: TensorOrQuantized) -> tuple[TensorOrQua
 
 
 def _through_producer(
-    args: BwdArgs, stage: StageConfig, saved: StageSaved, da: Tensor | None, result: BwdResult, first: bool
-) -> Producer | None:
+    args: BwdArgs, stage: StageConfig, saved: StageSaved, da: Tensor, result: BwdResult, first: bool
+) -> Producer:
     """From the gradient of what the GEMM consumed to the gradient of what the stage got."""
-    if da is None:
-        return None
     x = saved.produced_from if saved.produced_from is not None else args.x
     if stage.spec.produce == ACTIVATION:
         assert isinstance(x, Tensor)

@@ -109,6 +109,7 @@ class StageConfig:
 
     Attributes:
         x, weight, dy: quantizers of the operands.
+        dy_column: quantizer of the plane of dy that wgrad reads.
         dgrad_plane: quantizer of what is kept of the weight for dgrad; None if that is the weight itself, or nothing.
         x_saved: quantizer of what is kept of x for wgrad: one plane; None if x itself is kept, or nothing.
         fprop, dgrad, wgrad: whether each product runs on quantized operands.
@@ -122,6 +123,7 @@ class StageConfig:
     weight: Quantizer | None
     dgrad_plane: Quantizer | None
     dy: Quantizer | None
+    dy_column: Quantizer | None
     fprop: bool
     dgrad: bool
     wgrad: bool
@@ -244,6 +246,7 @@ def _stage(
             (dgrad and needs_dgrad) or (wgrad and needs_wgrad and flags.device_splits),
             wgrad and needs_wgrad and not flags.device_splits,
         ),
+        dy_column=_planes(dy, False, True),
         fprop=fprop,
         dgrad=dgrad,
         wgrad=wgrad,

@@ -31,6 +31,7 @@ from te_dist.pipeline.saved import (
 from te_dist.pipeline.weights import dgrad_operand
 from te_dist.recipe import NoRecipe, Recipe
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.torch_compat import release_saved_tensors
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +95,7 @@ class EagerLayer(torch.autograd.Function):
         # What autograd holds now must not be held a second time: it is to be freed after backward.
         call.x, call.weights = None, []  # type: ignore[assignment]
         call.scales = call.seeds = call.offsets = None
-        out = result.out.view(*call.lead, result.out.shape[-1])
+        out = result.out if len(call.lead) == 1 else result.out.view(*call.lead, result.out.shape[-1])
         if not config.spec.return_norm_output:
             return out
         assert result.norm_output is not None
@@ -113,28 +114,32 @@ class EagerLayer(torch.autograd.Function):
         for stage in config.stages:
             params[stage.first_param] = next(operands)
             weights.append([next(operands) for _ in range(stage.spec.weights)])
-        result = layer_backward(
-            BwdArgs(
-                dy=_matrix(dy, call.out_dtype),
-                dnorm_output=None if dnorm_output is None else _matrix(dnorm_output, ctx.x_dtype),
-                x=x,
-                params=params,
-                weights=weights,
-                saved=rebuild_saved(config, tensors, ctx.rows, ctx.depths, ctx.x_dtype, call.splits),
-                config=config,
-                x_dtype=ctx.x_dtype,
-                param_dtypes=ctx.param_dtypes,
-                scales=scales,
-                amaxes=call.grad_amaxes,
-                seeds=seeds,
-                main_grads=call.main_grads,
-                overwrite_main_grads=call.overwrite_main_grads,
-                wgrad_store=call.wgrad_store,
-                splits=call.splits,
-                offsets=offsets,
-            )
+        args = BwdArgs(
+            dy=_matrix(dy, call.out_dtype),
+            dnorm_output=None if dnorm_output is None else _matrix(dnorm_output, ctx.x_dtype),
+            x=x,
+            params=params,
+            weights=weights,
+            saved=rebuild_saved(config, tensors, ctx.rows, ctx.depths, ctx.x_dtype, call.splits),
+            config=config,
+            x_dtype=ctx.x_dtype,
+            param_dtypes=ctx.param_dtypes,
+            scales=scales,
+            amaxes=call.grad_amaxes,
+            seeds=seeds,
+            main_grads=call.main_grads,
+            overwrite_main_grads=call.overwrite_main_grads,
+            wgrad_store=call.wgrad_store,
+            splits=call.splits,
+            offsets=offsets,
         )
-        dx = None if result.dx is None else result.dx.view(ctx.x_shape)
+        # Unless the graph is retained, nobody else holds what was saved: each stage frees what it has used.
+        release_saved_tensors(ctx)
+        del tensors, operands, x, weights, params, dy
+        result = layer_backward(args)
+        dx = result.dx
+        if dx is not None and len(ctx.x_shape) != 2:
+            dx = dx.view(ctx.x_shape)
         return None, dx, *result.dparams
 
 
