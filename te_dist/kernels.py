@@ -415,6 +415,34 @@ def cast_current(
         store(out, value, noop)
 
 
+def quantize_current(
+    x: Matrix,
+    row: Tensor | None,
+    col: Tensor | None,
+    scale_inv: Tensor,
+    *,
+    fp8: DType,
+    eps: float,
+    power_of_2: bool,
+) -> None:
+    """``amax`` and ``cast_current`` in one call."""
+    device = x.device
+    kernel = _backend(device, "quantize_current")
+    # Both halves must be able to make the matrix, or neither does.
+    if isinstance(x, Producer) and kernel is not None and not is_shapes_only():
+        made = _matrix(x, "cast_current", fp8)
+        x = made if isinstance(made, Tensor) or type(x) is Plain or _fuses(x, "amax", None, False) else materialize(x)
+    value = torch.empty(1, dtype=torch.float32, device=device)
+    if kernel is None:
+        amax(x, value)
+        cast_current(x, value, row, col, scale_inv, fp8=fp8, eps=eps, power_of_2=power_of_2)
+        return
+    _call(
+        kernel, device, *_input(x), _ptr(value), eps, power_of_2, _FP8_CODE[fp8],
+        _ptr(row), _ptr(col), _ptr(scale_inv),
+    )  # fmt: skip
+
+
 def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DType, columnwise: bool) -> None:
     kernel = _backend(data.device, "dequantize_tensor")
     if kernel is not None:
@@ -424,6 +452,15 @@ def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DTyp
         )  # fmt: skip
         return
     out.copy_(reference.dequantize_tensor(data, scale_inv, fp8, columnwise))
+
+
+def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, *, margin: int, most_recent: bool) -> None:
+    """Delayed scaling's step, in place; see ``te_dist.delayed_scaling.advance``."""
+    kernel = _backend(history.device, "advance_scales")
+    if kernel is not None and -126 <= margin <= 127:
+        _call(kernel, history.device, _ptr(history), _ptr(scales), _ptr(largest), *history.shape, margin, most_recent)
+        return
+    reference.advance_scales(history, scales, largest, margin=margin, most_recent=most_recent)
 
 
 # ------------------------------------------------------------------------------------------------- blockwise fp8

@@ -21,6 +21,10 @@ T = TypeVar("T", bound=type)
 class Value(OpaqueBase):
     """Base of the classes that ``value_type`` registers."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Strings hash differently in another process.
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         names: dict[str, Any] = {}
         return _expression(self, names), names
@@ -29,8 +33,23 @@ class Value(OpaqueBase):
 def value_type(cls: T) -> T:
     if not issubclass(cls, Value) or not dataclasses.is_dataclass(cls):
         raise TypeError(f"value_type expects a frozen dataclass that derives from Value but got {cls!r}")
+    _remember_hash(cls)
     register_value_type(cls, [field.name for field in dataclasses.fields(cls)])
     return cls
+
+
+def _remember_hash(cls: type) -> None:
+    """Values are dictionary keys in hot paths, and a dataclass hashes all its fields each time."""
+    compute = cls.__hash__
+
+    def __hash__(self: Any) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = compute(self)
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    cls.__hash__ = __hash__  # type: ignore[assignment]
 
 
 def _global(value: Any, names: dict[str, Any]) -> str:

@@ -86,6 +86,17 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         rng_state: Tensor | None,
     ) -> None:
         out = cast(Float8TensorStorage, out)
+        if group is None and noop is None:
+            kernels.quantize_current(
+                x,
+                out._data,
+                out._transpose,
+                out._scale_inv,
+                fp8=self.fp8_dtype,
+                eps=self.amax_epsilon,
+                power_of_2=self.force_pow_2_scales,
+            )
+            return
         amax = torch.empty(1, dtype=torch.float32, device=x.device)
         kernels.amax(x, amax)
         if group is not None:
