@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.utils.checkpoint
 from cases import varied
 from gemm_cases import SQNR, sqnr

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.utils.checkpoint
 from cases import DTYPES, varied
 from gemm_cases import SQNR
@@ -13,6 +14,7 @@ from layer_cases import assert_close, assert_equal, compiled, run
 from torch import Tensor
 
 import te_dist
+from te_dist.dynamo.norm import NormSpec
 
 NORMS = {"LayerNorm": te_dist.LayerNorm, "RMSNorm": te_dist.RMSNorm}
 SHAPES = ((1, 16), (33, 96), (3, 50, 200), (7,), (0, 32), (130, 1))
@@ -95,11 +97,12 @@ def test_ops_have_right_fakes() -> None:
     x, weight, bias = varied((9, 32), torch.bfloat16), torch.ones(32), torch.zeros(32)
     tests = ("test_schema", "test_faketensor")
     for layer_norm in (True, False):
-        args = (x, weight, bias if layer_norm else None, 1e-5, layer_norm, False)
+        spec = NormSpec(layer_norm, 1e-5, zero_centered=False)
+        args = (x, weight, bias if layer_norm else None, spec)
         torch.library.opcheck(torch.ops.te_dist.norm_forward.default, args, test_utils=tests)
         made = torch.ops.te_dist.norm_forward(*args)
         mean, rstd = (made[1] if layer_norm else None), made[-1]
-        args = (x, x, weight, mean, rstd, False, True, layer_norm)
+        args = (x, x, weight, mean, rstd, spec, True, layer_norm)
         torch.library.opcheck(torch.ops.te_dist.norm_backward.default, args, test_utils=tests)
 
 
