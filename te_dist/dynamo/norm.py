@@ -8,6 +8,7 @@ A fake is the same Python function with kernels switched off.
 No ``from __future__ import annotations``: the annotations become op schemas.
 """
 
+import dataclasses
 from typing import Any, Optional
 
 import torch
@@ -15,16 +16,25 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.producers import NormOutput
+from te_dist.values import Value, value_type
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float, layer_norm: bool, zero_centered: bool
-) -> list[Tensor]:
+@value_type
+@dataclasses.dataclass(frozen=True)
+class NormSpec(Value):
+    """A norm as it was constructed. A value, because a bare float in a module may become an input of the graph."""
+
+    layer_norm: bool  # RMSNorm if False
+    eps: float
+    zero_centered: bool
+
+
+def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], spec: NormSpec) -> list[Tensor]:
     """x [M, K] -> y [M, K], the mean of each row unless it is an RMSNorm, and 1 / its deviation (float32 [M])."""
     x = kernels.as_rows(x)
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(rstd) if layer_norm else None
-    y = kernels.materialize(NormOutput(x, weight, bias, mean, rstd, eps=eps, zero_centered=zero_centered))
+    mean = torch.empty_like(rstd) if spec.layer_norm else None
+    y = kernels.materialize(NormOutput(x, weight, bias, mean, rstd, eps=spec.eps, zero_centered=spec.zero_centered))
     return [y, rstd] if mean is None else [y, mean, rstd]
 
 
@@ -34,29 +44,27 @@ def backward(
     weight: Tensor,
     mean: Optional[Tensor],
     rstd: Tensor,
-    zero_centered: bool,
+    spec: NormSpec,
     weight_grad: bool,
     bias_grad: bool,
 ) -> list[Tensor]:
     """dx [M, K], then the gradients of weight and bias [K] of which are wanted."""
     x, dy = kernels.as_rows(x), kernels.as_rows(dy.to(x.dtype))
     gradients = kernels.norm_backward(
-        dy, x, weight, mean, rstd, zero_centered=zero_centered, weight_grad=weight_grad, bias_grad=bias_grad
+        dy, x, weight, mean, rstd, zero_centered=spec.zero_centered, weight_grad=weight_grad, bias_grad=bias_grad
     )
     return [gradient for gradient in gradients if gradient is not None]
 
 
 @torch.library.custom_op("te_dist::norm_forward", mutates_args=())
-def norm_forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float, layer_norm: bool, zero_centered: bool
-) -> list[Tensor]:
-    return forward(x, weight, bias, eps, layer_norm, zero_centered)
+def norm_forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], spec: NormSpec) -> list[Tensor]:
+    return forward(x, weight, bias, spec)
 
 
 @norm_forward.register_fake
-def _(x: Any, weight: Any, bias: Any, eps: Any, layer_norm: Any, zero_centered: Any) -> list[Tensor]:
+def _(x: Any, weight: Any, bias: Any, spec: Any) -> list[Tensor]:
     with kernels.shapes_only():
-        return forward(x, weight, bias, eps, layer_norm, zero_centered)
+        return forward(x, weight, bias, spec)
 
 
 @torch.library.custom_op("te_dist::norm_backward", mutates_args=())
@@ -66,19 +74,17 @@ def norm_backward(
     weight: Tensor,
     mean: Optional[Tensor],
     rstd: Tensor,
-    zero_centered: bool,
+    spec: NormSpec,
     weight_grad: bool,
     bias_grad: bool,
 ) -> list[Tensor]:
-    return backward(dy, x, weight, mean, rstd, zero_centered, weight_grad, bias_grad)
+    return backward(dy, x, weight, mean, rstd, spec, weight_grad, bias_grad)
 
 
 @norm_backward.register_fake
-def _(
-    dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, zero_centered: Any, weight_grad: Any, bias_grad: Any
-) -> list[Tensor]:
+def _(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, spec: Any, weight_grad: Any, bias_grad: Any) -> list[Tensor]:
     with kernels.shapes_only():
-        return backward(dy, x, weight, mean, rstd, zero_centered, weight_grad, bias_grad)
+        return backward(dy, x, weight, mean, rstd, spec, weight_grad, bias_grad)
 
 
 class Norm(torch.autograd.Function):
@@ -90,16 +96,14 @@ class Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Optional[Tensor],
-        eps: float,
-        layer_norm: bool,
-        zero_centered: bool,
+        spec: NormSpec,
         weight_grad: bool,
         bias_grad: bool,
     ) -> Tensor:
         compute = torch.ops.te_dist.norm_forward if torch.compiler.is_compiling() else forward
-        made = compute(x, weight, bias, eps, layer_norm, zero_centered)
-        ctx.save_for_backward(x, weight, made[1] if layer_norm else None, made[-1])
-        ctx.flags = (zero_centered, weight_grad, bias_grad)
+        made = compute(x, weight, bias, spec)
+        ctx.save_for_backward(x, weight, made[1] if spec.layer_norm else None, made[-1])
+        ctx.flags = (spec, weight_grad, bias_grad)
         return made[0]
 
     @staticmethod
@@ -111,4 +115,4 @@ class Norm(torch.autograd.Function):
         _, weight_grad, bias_grad = ctx.flags
         dweight = made[1] if weight_grad else None
         dbias = made[-1] if bias_grad else None
-        return made[0], dweight, dbias, None, None, None, None, None
+        return made[0], dweight, dbias, None, None, None

@@ -45,6 +45,7 @@ class _Norm(torch.nn.Module):
         if not self.normalized_shape or min(self.normalized_shape) < 1:
             raise ValueError(f"{label} expects normalized_shape to have positive sizes but got {shape!r}")
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.spec = ops.NormSpec(self._is_layer_norm, eps, zero_centered_gamma)
         for name, size in (("weight", self._size), ("bias", self._size if self._is_layer_norm else None)):
             make_bias(self, name, size, device, dtype or params_dtype)
             made = getattr(self, name)
@@ -75,9 +76,7 @@ class _Norm(torch.nn.Module):
             rows,
             weight,
             bias,
-            self.eps,
-            self._is_layer_norm,
-            self.zero_centered_gamma,
+            self.spec,
             grad and weight.requires_grad,
             grad and bias is not None and bias.requires_grad,
         )
