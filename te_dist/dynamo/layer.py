@@ -19,6 +19,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.delayed_scaling import advance, record
+from te_dist.dynamo.define import pure_op
 from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
 from te_dist.pipeline.backward import layer_backward as backward_impl
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
@@ -51,7 +52,7 @@ def _quantize_weights(
     return flatten_weights(weights) + ([] if amaxes is None else [amaxes])
 
 
-@torch.library.custom_op("te_dist::quantize_weights", mutates_args=())
+@pure_op("quantize_weights")
 def quantize_weights(
     params: Sequence[Optional[Tensor]], scales: Optional[Tensor], spec: LayerSpec, recipe: Recipe, flags: CallFlags
 ) -> list[Tensor]:
@@ -129,7 +130,7 @@ def _forward(
     return out + (saved[1:] if saves_norm_output(config) else saved)
 
 
-@torch.library.custom_op("te_dist::layer_forward", mutates_args=())
+@pure_op("layer_forward")
 def layer_forward(
     x: Tensor,
     params: Sequence[Optional[Tensor]],
@@ -156,7 +157,7 @@ def _(
 
 # A layer whose gradients are rounded stochastically draws their seeds in forward, so that a second backward and a
 # recomputed forward see the same ones. In an op of its own, a partitioner would move the draw into backward.
-@torch.library.custom_op("te_dist::layer_forward_seeded", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@pure_op("layer_forward_seeded", tags=(torch.Tag.nondeterministic_seeded,))
 def layer_forward_seeded(
     x: Tensor,
     params: Sequence[Optional[Tensor]],
@@ -265,7 +266,7 @@ def _dgrad_weights(
     return weights
 
 
-@torch.library.custom_op("te_dist::layer_backward", mutates_args=())
+@pure_op("layer_backward")
 def layer_backward(
     dy: Tensor,
     dnorm_output: Optional[Tensor],

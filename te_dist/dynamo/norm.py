@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
+from te_dist.dynamo.define import pure_op
 from te_dist.producers import NormOutput
 from te_dist.values import Value, value_type
 
@@ -56,7 +57,7 @@ def backward(
     return [gradient for gradient in gradients if gradient is not None]
 
 
-@torch.library.custom_op("te_dist::norm_forward", mutates_args=())
+@pure_op("norm_forward")
 def norm_forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], spec: NormSpec) -> list[Tensor]:
     return forward(x, weight, bias, spec)
 
@@ -67,7 +68,7 @@ def _(x: Any, weight: Any, bias: Any, spec: Any) -> list[Tensor]:
         return forward(x, weight, bias, spec)
 
 
-@torch.library.custom_op("te_dist::norm_backward", mutates_args=())
+@pure_op("norm_backward")
 def norm_backward(
     dy: Tensor,
     x: Tensor,
