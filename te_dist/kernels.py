@@ -226,7 +226,7 @@ _FUSED: dict[str, tuple[tuple[type[Producer], ...], tuple[DType, ...]]] = {
     "cast_scaled": ((Plain, *_MADE), _FP8),
     "cast_current": ((Plain, *_MADE), _FP8),
     "quantize_block": ((Plain, *_MADE), _E4M3),
-    "quantize_mxfp8": ((Plain, *_MADE), _FP8),
+    "quantize_mxfp8": ((Plain, *_MADE), _E4M3),
 }
 
 
@@ -237,14 +237,18 @@ def _fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
         return False
     if p.device.type != "cuda" or p.dtype != torch.bfloat16 or p.numel() == 0 or _backend(p.device, kernel) is None:
         return False
-    gradient = isinstance(p, ActivationGradient)
-    multiple = 256 if gradient and p.gated else 8
-    matrices = [p.x, p.grad] if gradient else [p.x]
-    vectors = [getattr(p, name, None) for name in ("weight", "bias")]
-    return (
-        p.shape[1] % multiple == 0
-        and all(t.data_ptr() % 16 == 0 and (t.shape[0] == 1 or t.stride(0) % 8 == 0) for t in matrices)
-        and all(v is None or v.data_ptr() % 16 == 0 for v in vectors)
+    rows, cols = p.shape
+    if max(rows, cols) >= 2**30 or cols % 8:
+        return False
+    matrices, vectors = [p.x], [getattr(p, "weight", None), getattr(p, "bias", None)]
+    if isinstance(p, ActivationGradient):
+        matrices.append(p.grad)
+        if p.gated and cols % 256:  # made in pairs of tiles, half the columns apart
+            return False
+    elif isinstance(p, NormOutput) and kernel == "amax" and (cols > 16384 or (p.mean is None and p.bias is not None)):
+        return False  # whole rows in registers, and a bias only beside a mean
+    return all(t.data_ptr() % 16 == 0 and (rows == 1 or t.stride(0) % 8 == 0) for t in matrices) and all(
+        v is None or v.data_ptr() % 16 == 0 for v in vectors
     )
 
 

@@ -197,6 +197,81 @@ def test_quantizing_a_producer_equals_quantizing_its_matrix(
                 assert_same_bytes(mine.rstd.cpu(), theirs.rstd, f"{what} rstd")
 
 
+BUILDS: dict[str, Callable[[Tensor], Producer]] = {
+    "rms": lambda x: norm(x, False, torch.float32),
+    "layer": lambda x: norm(x, True, torch.bfloat16, True),
+    "gelu": lambda x: activation(x, "gelu", False),
+    "swiglu": lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu"),
+    "dsilu": lambda x: gradient(x, "silu", False),
+    "dswiglu": lambda x: gradient(torch.cat([x, x.flip(0)], 1), "swiglu"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("shape", [(2200, 3072), (140, 8192), (140, 8704)], ids=str)
+def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[[Tensor], Producer]) -> None:
+    """More tiles than blocks, several bands of rows, and rows beyond what registers hold."""
+    x = matrix(*shape, torch.bfloat16)
+    theirs = build(x)
+    theirs.want_column_sums()
+    with te_dist.use_backend("reference"):
+        made = kernels.materialize(theirs).cuda()
+    for format in ("delayed_e4m3", "current_e5m2", "block_1d", "mxfp8_e4m3"):
+        mine = build(x.cuda())
+        mine.want_column_sums()
+        actual = on("cuda", QUANTIZERS[format]()).quantize_produced(mine, mine.shape)
+        expected = on("cuda", QUANTIZERS[format]()).quantize(made)
+        assert_same_storage(actual, expected, format)
+        assert_same_bytes(mine.partials.cpu(), theirs.partials, f"{format} partials")
+        if isinstance(mine, NormOutput):
+            assert_same_bytes(mine.rstd.cpu(), theirs.rstd, f"{format} rstd")
+    if isinstance(theirs, NormOutput):
+        grad = matrix(*shape, torch.bfloat16, 5)
+        args = [grad, x, theirs.weight, theirs.mean, theirs.rstd]
+        options = {"zero_centered": theirs.zero_centered, "bias_grad": theirs.mean is not None}
+        with te_dist.use_backend("reference"):
+            gradients = kernels.norm_backward(*args, **options)
+        mine_gradients = kernels.norm_backward(*[None if t is None else t.cuda() for t in args], **options)
+        for a, e in zip(mine_gradients, gradients, strict=True):
+            if e is not None:
+                assert_same_bytes(a.cpu(), e, "norm gradient")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("format", ["current_e4m3", "block_1d", "mxfp8_e4m3"])
+@pytest.mark.parametrize("build", [BUILDS["layer"], BUILDS["dswiglu"]], ids=["layer", "dswiglu"])
+def test_fused_kernels_in_a_graph(format: str, build: Callable[[Tensor], Producer]) -> None:
+    """Counters and workspaces start anew at each replay."""
+    quantizer = QUANTIZERS[format]()
+    first = matrix(700, 1024, torch.bfloat16).cuda()
+    eager = build(first)
+    quantizer.quantize_produced(eager, eager.shape)
+    captured = build(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = quantizer.quantize_produced(captured, captured.shape)
+    for seed in (1, 2):
+        again = build(matrix(700, 1024, torch.bfloat16, seed).cuda())
+        captured.x.copy_(again.x)
+        graph.replay()
+        assert_same_storage(out, quantizer.quantize_produced(again, again.shape), format)
+
+
+@pytest.mark.cuda
+def test_kernels_refuse_producers_they_do_not_make() -> None:
+    """kernels.py never asks for these; the entry points check all the same."""
+    x = torch.ones(64, 64, device="cuda")
+    amax = torch.zeros(1, device="cuda")
+    backend = kernels._extension.cuda
+    for made in (ActivationOutput(x, "gelu"), ActivationOutput(x.bfloat16()[:, :60], "gelu")):
+        with pytest.raises(ValueError, match="on the fly"):
+            backend.amax(kernels._producer(made), amax.data_ptr(), False, 0, 0)
+    fine = ActivationOutput(x.bfloat16(), "gelu")
+    with pytest.raises(ValueError, match="reads a matrix from memory"):
+        backend.amax_nvfp4(kernels._producer(fine), False, 0, amax.data_ptr(), 0, 0, 0)
+
+
 def test_strided_inputs(device: str) -> None:
     """Rows that lie apart, as in a slice of a wider tensor."""
     wide = matrix(130, 800, torch.bfloat16)

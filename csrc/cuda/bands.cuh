@@ -1,9 +1,10 @@
 // The order of work of a norm whose tiles need the statistics of their 128 rows, in one launch, so that the tiles
 // find in L2 what the statistics have read.
 //
-// A block takes a ticket when it starts. Tickets number the pieces of work in an order that keeps the statistics a
-// few bands of 128 rows ahead of the tiles, and a piece only waits for pieces with smaller tickets, which blocks that
-// run already have taken, and which do not wait themselves: no order in which blocks are started can lock up.
+// Blocks take tickets. Tickets number the pieces of work in an order that keeps the statistics a few bands of 128 rows
+// ahead of the tiles. A tile waits for statistics with smaller tickets alone, statistics wait for nobody, and a block
+// works off its tickets in their order (but for statistics, which it may do early): whoever holds the smallest ticket
+// that is not done can go on, so no order in which blocks are started locks up.
 #pragma once
 
 #include <cstdlib>
@@ -15,9 +16,9 @@ namespace cuda {
 
 struct BandConfig {
   static constexpr int kRows = 128;
-  static constexpr int kRowsPerPiece = 4;  // of statistics
+  static constexpr int kRowsPerPiece = 8;  // of statistics, one a warp
   static constexpr int kPieces = kRows / kRowsPerPiece;
-  static constexpr int kAhead = 6;
+  static constexpr int kAhead = 9;
 };
 
 struct Bands {
@@ -47,12 +48,28 @@ inline int64_t band_pieces(const Bands& order) {
 // Zeroes the counters on the stream.
 void launch_bands_reset(const Bands& order, Lane lane);
 
-// The same in all threads. slot: one word of shared memory; ends with a barrier.
-__device__ __forceinline__ unsigned take_ticket(const Bands& order, unsigned* slot) {
-  if (threadIdx.x == 0) *slot = atomicAdd(order.counters, 1u);
-  __syncthreads();
-  return *slot;
-}
+// A block's tickets, each asked for while the one before is worked on.
+class Tickets {
+ public:
+  __device__ __forceinline__ explicit Tickets(const Bands& order) : counter_(order.counters) { ask(); }
+
+  // The next one, in all threads. slot: a word of shared memory.
+  __device__ __forceinline__ unsigned take(unsigned* slot) {
+    __syncthreads();
+    if (threadIdx.x == 0) *slot = asked_;
+    __syncthreads();
+    const unsigned ticket = *slot;
+    ask();
+    return ticket;
+  }
+
+ private:
+  __device__ __forceinline__ void ask() {
+    if (threadIdx.x == 0 && counter_ != nullptr) asked_ = atomicAdd(counter_, 1u);
+  }
+  unsigned* counter_;
+  unsigned asked_ = 0;
+};
 
 __device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned ticket) {
   constexpr unsigned kPieces = BandConfig::kPieces;

@@ -8,18 +8,19 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <typename F>
-__global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<bf16_t>)
+template <typename F, bool kActivated>
+__global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     cast_made_kernel(const __grid_constant__ Made x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
   extern __shared__ uint4 memory[];
   if (is_noop(from.noop)) return;
   const float scale = tensor_scale<F>(from);
-  for_each_made_tile(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
+  const bool columns = col_out.data != nullptr;
+  for_each_made_tile<kActivated>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        // The stage takes the place of patches: all threads have theirs.
-                       if (col_out.data != nullptr) __syncthreads();
+                       if (columns) __syncthreads();
                        write_tile<bf16_t, F>(patch, scale, tile, inside, row_out, col_out,
-                                             *reinterpret_cast<ByteStage*>(memory));
+                                             *static_cast<ByteStage*>(made_stage(memory)));
                      });
 }
 
@@ -30,10 +31,8 @@ void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, c
   if (x.make_stats) launch_norm_stats(x, from.noop, lane);
   dispatch_fp8(format, [&](auto fp8) {
     using F = typename decltype(fp8)::type;
-    allow_made_bytes(cast_made_kernel<F>);
-    cast_made_kernel<F><<<grid_size(made_blocks(made)), TileConfig::kThreads, made_bytes(made), stream_of(lane)>>>(
-        made, byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
-    check_launch("cast_made_kernel");
+    launch_made("cast_made_kernel", cast_made_kernel<F, false>, cast_made_kernel<F, true>, made, lane, byte_matrix(row, x.rows, x.cols, 8),
+                byte_matrix(col, x.cols, x.rows, 16), from);
   });
 }
 

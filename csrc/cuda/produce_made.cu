@@ -6,10 +6,11 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-__global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<bf16_t>)
+template <bool kActivated>
+__global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     produce_made_kernel(const __grid_constant__ Made x, bf16_t* out) {
   extern __shared__ uint4 memory[];
-  for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
+  for_each_made_tile<kActivated>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
                        const int64_t row = tile.row + threadIdx.x / 16 * 8;
                        const int64_t col = tile.col + threadIdx.x % 16 * 8;
@@ -27,12 +28,8 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
 }  // namespace
 
 void launch_produce_made(const Source& x, const Output& out, Lane lane) {
-  const Made made = made_of(x, true);
-  if (made.order.counters != nullptr) launch_bands_reset(made.order, lane);
-  allow_made_bytes(produce_made_kernel);
-  produce_made_kernel<<<grid_size(made_blocks(made)), TileConfig::kThreads, made_bytes(made), stream_of(lane)>>>(
-      made, static_cast<bf16_t*>(out.data));
-  check_launch("produce_made_kernel");
+  launch_made("produce_made_kernel", produce_made_kernel<false>, produce_made_kernel<true>, made_of(x, true), lane,
+              static_cast<bf16_t*>(out.data));
 }
 
 }  // namespace cuda

@@ -213,62 +213,45 @@ __device__ __forceinline__ float reciprocal_deviation(float square_sum, float co
   return __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(square_sum, count) + eps));
 }
 
-// A bf16 row of whole, aligned vectors of 16 bytes, up to 8192 elements of which a team keeps in registers.
-struct HeldRow {
-  static constexpr int kVectors = 8;
-  static constexpr int64_t kSpan = kVectors * RowTeam::kThreads;  // vectors
+// A warp on a bf16 row of whole, aligned vectors: lane l has vectors 32 i + l. Reads the row once, twice if centered.
+struct WarpRow {
   const uint4* row;
-  int64_t vectors;
-  uint4 held[kVectors];
+  int vectors;
 
-  __device__ __forceinline__ HeldRow(const bf16_t* data, int64_t cols)
-      : row(reinterpret_cast<const uint4*>(data)), vectors(cols / 8) {
-    load(0);
-  }
-  // Past L1, where the gains wait.
-  __device__ __forceinline__ void load(int64_t first) {
+  // term(value) into 4 x 8 accumulators, 8 vectors on their way at a time.
+  template <typename Term>
+  __device__ __forceinline__ float sum(const Term& term) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float total[4][8] = {};
+    const auto load = [&](int at) { return __ldcg(row + at); };
+    const auto add = [&](const uint4& v, float (&to)[8]) {
+      float values[8];
+      unpack_eight<bf16_t>(v, values);
 #pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      const int64_t at = first + u * RowTeam::kThreads + RowTeam::rank();
-      held[u] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
-    }
-  }
-  // body(eight values, first column), in the order of the columns.
-  template <typename Body>
-  __device__ __forceinline__ void each(const Body& body) {
-    for (int64_t first = 0; first < vectors; first += kSpan) {
-      if (vectors > kSpan) load(first);
+      for (int j = 0; j < 8; ++j) to[j] += term(values[j]);
+    };
+    int first = lane;
+#pragma unroll 1
+    for (; first - lane + 256 <= vectors; first += 256) {
+      uint4 v[8];
 #pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        const int64_t at = first + u * RowTeam::kThreads + RowTeam::rank();
-        if (at >= vectors) continue;
-        float v[8];
-        unpack_eight<bf16_t>(held[u], v);
-        body(v, at * 8);
-      }
+      for (int u = 0; u < 8; ++u) v[u] = load(first + 32 * u);
+#pragma unroll
+      for (int u = 0; u < 8; ++u) add(v[u], total[u % 4]);
     }
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+      if (first + 32 * u < vectors) add(load(first + 32 * u), total[u % 4]);
+    }
+    return fold_lanes((fold_eight(total[0]) + fold_eight(total[2])) +
+                      (fold_eight(total[1]) + fold_eight(total[3])));
   }
-  __device__ __forceinline__ RowStats stats(bool centered, float eps, RowTeam& team) {
+
+  __device__ __forceinline__ RowStats stats(bool centered, float eps) const {
     const float count = static_cast<float>(vectors * 8);
-    RowStats result{0.0f, 0.0f};
-    if (centered) {
-      float total[8] = {};
-      each([&](const float (&v)[8], int64_t) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) total[j] += v[j];
-      });
-      result.mean = __fdiv_rn(team.sum(total), count);
-    }
-    float squares[8] = {};
-    each([&](const float (&v)[8], int64_t) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float centred = v[j] - result.mean;
-        squares[j] += centred * centred;
-      }
-    });
-    result.rstd = reciprocal_deviation(team.sum(squares), count, eps);
-    return result;
+    const float mean = centered ? __fdiv_rn(sum([](float v) { return v; }), count) : 0.0f;
+    const float squares = sum([&](float v) { return (v - mean) * (v - mean); });
+    return RowStats{mean, reciprocal_deviation(squares, count, eps)};
   }
 };
 

@@ -24,6 +24,7 @@ Made made_of(const Source& x, bool with_stats) {
   made.gated = x.gated;
   made.zero_centered = x.zero_centered;
   made.centered = x.mean != nullptr;
+  made.biased = x.bias.data != nullptr;
   made.eps = x.eps;
   made.rows = x.rows;
   made.cols = made.paired() ? x.cols / 2 : x.cols;
@@ -41,10 +42,11 @@ Made made_of(const Source& x, bool with_stats) {
   made.mean = x.mean;
   made.rstd = x.rstd;
   made.partials = x.partials;
-  if (with_stats && x.make_stats) {
-    check::required("the workspace", x.workspace, alignof(unsigned));
-    made.order = bands_of(x.rows, x.cols, static_cast<unsigned*>(x.workspace));
-  }
+  const bool ordered = with_stats && x.make_stats;
+  if (ordered) check::required("the workspace", x.workspace, alignof(unsigned));
+  made.order = bands_of(x.rows, made.cols, ordered ? static_cast<unsigned*>(x.workspace) : nullptr);
+  made.pieces = static_cast<unsigned>(grid_size(made.order.counters != nullptr ? band_pieces(made.order)
+                                                                               : tile_count(made.rows, made.cols)));
   return made;
 }
 
