@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_dist.formats import INPUT_DTYPES
+from te_dist.formats import INPUT_DTYPES, matrix_size
 
 if TYPE_CHECKING:
     from te_dist.quantizers.base import Quantizer
@@ -73,7 +73,7 @@ class QuantizedStorage:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(M, K): all leading dimensions flattened into rows."""
-        return self.shape[:-1].numel(), self.shape[-1]
+        return matrix_size(self.shape)
 
     @property
     def device(self) -> torch.device:
