@@ -32,6 +32,9 @@ some = pytest.mark.parametrize(
         ("layernorm_mlp", "mxfp8"),
     ],
 )
+few = pytest.mark.parametrize(
+    ("kind", "recipe"), [("linear", "delayed"), ("layernorm_linear", "current"), ("layernorm_mlp", "nvfp4")]
+)
 recipes = pytest.mark.parametrize("recipe", sorted(RECIPES))
 layers = pytest.mark.parametrize("kind", LAYERS)
 
@@ -82,7 +85,7 @@ def test_steps(kind: str, recipe: str) -> None:
     assert compiled.graphs == 1
 
 
-@some
+@few
 def test_no_grad_eval_and_back(kind: str, recipe: str) -> None:
     eager, compiled = make(kind, recipe), Compiled(make(kind, recipe))
     x = sample(33)
@@ -104,7 +107,7 @@ def test_no_grad_eval_and_back(kind: str, recipe: str) -> None:
     assert_same_state(compiled.layer, eager)
 
 
-@some
+@few
 def test_inputs_without_grad_and_frozen_weights(kind: str, recipe: str) -> None:
     for trainable in (True, False):
         results = []
@@ -141,10 +144,8 @@ def test_caching(kind: str, recipe: str) -> None:
     assert_same_state(compiled.layer, eager)
 
 
-@some
+@few
 def test_caching_reuses_the_old_weight(kind: str, recipe: str) -> None:
-    if recipe == "none":
-        return
     layer = make(kind, recipe).eval()
     compiled = Compiled(layer)
     with torch.no_grad():
@@ -193,12 +194,17 @@ def test_frozen_weights(kind: str, recipe: str) -> None:
 
 @some
 def test_dynamic_batch(kind: str, recipe: str) -> None:
-    """Sizes that are marked, sizes that are not: at most the one graph more that dynamo makes by itself."""
+    """One graph for the first size, one for all others: multiples of the blocks, and not."""
     eager, compiled = make(kind, recipe), Compiled(make(kind, recipe))
-    for rows in (33, 16, 48, 130, 7):
+    for rows in (144, 130, 160, 257, 199):
         x = sample(rows)
         assert_equal(step(compiled, x), step(eager, x), str(rows))
     assert compiled.graphs <= 2
+    for rows in (33, 16, 48, 7):
+        x = sample(rows)
+        assert_equal(step(compiled, x), step(eager, x), str(rows))
+    # torch tells a dimension of 1 from all others, and up to 128 rows have one block of 1x128 scales in a column.
+    assert compiled.graphs <= (3 if recipe == "block" else 2)
     assert_same_state(compiled.layer, eager)
 
 
@@ -242,7 +248,7 @@ def test_a_scope_made_anew_on_every_step(kind: str, recipe: str) -> None:
     assert compiled.graphs == graphs
 
 
-@recipes
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 def test_a_scope_inside_the_graph(recipe: str) -> None:
     eager = make("layernorm_linear")
     made = RECIPES[recipe]()
@@ -270,10 +276,11 @@ def test_another_recipe_is_another_graph() -> None:
     assert compiled.graphs == 3
 
 
-def test_autocast_of_torch() -> None:
-    eager, compiled = make("layernorm_mlp", "mxfp8", dtype=torch.float32), None
-    layer = make("layernorm_mlp", "mxfp8", dtype=torch.float32)
-    compiled = Compiled(layer)
+@pytest.mark.parametrize("recipe", ["none", "custom", "mxfp8"])
+def test_autocast_of_torch(recipe: str) -> None:
+    """float32 parameters under bf16: cast alike, also where they stay unquantized."""
+    eager, compiled = (make("layernorm_mlp", recipe, dtype=torch.float32) for _ in range(2))
+    compiled = Compiled(compiled)
 
     def run(layer: Any) -> Any:
         def inside(x: Tensor) -> Tensor:
@@ -322,7 +329,7 @@ def test_checkpointing_in_eager(kind: str, recipe: str, how: str) -> None:
     assert_same_state(*layers_)
 
 
-@some
+@few
 @pytest.mark.parametrize("how", ["not_reentrant", "selective"])
 def test_checkpointing_in_the_graph(kind: str, recipe: str, how: str) -> None:
     eager, layer = make(kind, recipe), make(kind, recipe)
@@ -334,7 +341,7 @@ def test_checkpointing_in_the_graph(kind: str, recipe: str, how: str) -> None:
     assert_same_state(layer, eager)
 
 
-@some
+@few
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_compiled_layers(kind: str, recipe: str, reentrant: bool) -> None:
     """The recomputation runs a graph inside backward, and must not advance delayed scaling once more."""
@@ -349,7 +356,7 @@ def test_checkpointing_of_compiled_layers(kind: str, recipe: str, reentrant: boo
     assert_same_state(compiled.layer, eager)
 
 
-@recipes
+@pytest.mark.parametrize("recipe", ["none", "delayed", "nvfp4"])
 def test_layernorm_mlp_that_checkpoints_itself(recipe: str) -> None:
     eager, compiled = make("layernorm_mlp", recipe), Compiled(make("layernorm_mlp", recipe, checkpoint=True))
     for s in range(3):

@@ -61,6 +61,14 @@ def _call_constants(
     return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
 
 
+@torch.compiler.assume_constant_result
+def _trains_with_seeds(spec: LayerSpec, recipe: Recipe | None) -> bool:
+    """Whether a training step under this recipe draws seeds. The first forward of reentrant checkpointing, which has
+    no gradients, draws them too and drops them: the recomputation gets its random state, and without a draw the
+    generator would stand still and every step would round alike."""
+    return resolve(spec, recipe, CallFlags(True, (True,) * spec.param_count)).draws_seed
+
+
 class QuantizedLayer(torch.nn.Module):
     """Base of the layers.
 
@@ -191,6 +199,8 @@ class QuantizedLayer(torch.nn.Module):
             call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
+            if self.training and _trains_with_seeds(self.spec, recipe):
+                draw_seeds(self.spec, inp)
             out = result.out.view(*call.lead, result.out.shape[-1])
             if result.norm_output is None:
                 return out
@@ -272,7 +282,7 @@ class QuantizedLayer(torch.nn.Module):
                 param = params[stage.weight_slot + g]
                 assert param is not None
                 if stage.weight is None and not isinstance(param, QuantizedTensor):
-                    group.append(param.detach() if param.dtype == call.out_dtype else param.detach().to(call.out_dtype))
+                    group.append(param.detach())
                     continue
                 quantizer = weight_quantizer(config, stage, call.scales, call.amaxes, g)
                 workspace = None if kept is None else kept[index][g]
@@ -392,9 +402,9 @@ class QuantizedLayer(torch.nn.Module):
         if records and amaxes is not None:
             torch.ops.te_dist.record_amaxes(history, amaxes, True)
         if not any(grads):
-            made = torch.ops.te_dist.layer_forward(
-                inp, detached, weights, scales, splits or [], self.spec, known, flags, inp.dtype
-            )
+            seeded = self.training and _trains_with_seeds(self.spec, recipe)
+            op = torch.ops.te_dist.layer_forward_seeded if seeded else torch.ops.te_dist.layer_forward
+            made = op(inp, detached, weights, scales, splits or [], self.spec, known, flags, inp.dtype)
             if records:
                 torch.ops.te_dist.record_amaxes(history, made[2 if self.spec.return_norm_output else 1], True)
             return (made[0], made[1]) if self.spec.return_norm_output else made[0]
