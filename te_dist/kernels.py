@@ -9,7 +9,6 @@ kernel promises is what the real one fills. Inputs are 2-D. ``TE_DIST_BACKEND=re
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from te_dist import reference, reference_producers, torch_compat
-from te_dist.formats import HADAMARD_SIGN_MASK, DType
+from te_dist.formats import HADAMARD_SIGN_MASK, DType, matrix_size
 from te_dist.producers import (
     ACTIVATION_CODES,
     COLUMN_TILE_ROWS,
@@ -200,8 +199,7 @@ def as_rows(x: Tensor) -> Tensor:
         x = x.resolve_neg()  # a lazily negated view: its memory holds the other sign
     matrix = x
     if x.dim() != 2:
-        rows, cols = math.prod(x.shape[:-1]), x.shape[-1]  # Size.numel() would make a symbolic size a constant
-        matrix = x.reshape(rows, cols)
+        matrix = x.reshape(matrix_size(x.shape))
     if matrix.shape[1] > 1 and matrix.stride(1) != 1:
         return matrix.contiguous()
     # A broadcast or overlapping row stride would read the same memory twice, which is fine; a shorter one than K

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -388,6 +389,17 @@ class RecipeState:
 
 
 # ------------------------------------------------------------------------------------------------- scope
+@functools.lru_cache(maxsize=1024)
+def _first_equal(recipe: Recipe) -> Recipe:
+    return recipe
+
+
+def interned(recipe: Recipe | None) -> Recipe | None:
+    """The first recipe that was equal to this one. Dynamo guards on identity, so a recipe made anew on every step
+    would compile every step."""
+    return recipe if recipe is None or torch.compiler.is_compiling() else _first_equal(recipe)
+
+
 class _Active:
     """The innermost scope. An object's attribute, because Dynamo follows writes to those."""
 
@@ -425,7 +437,7 @@ class autocast:
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"autocast expects a Recipe but got {type(recipe).__name__}")
-        self._recipe = (recipe or Float8CurrentScaling()) if enabled else None
+        self._recipe = interned(recipe or Float8CurrentScaling()) if enabled else None
         self._enabled = bool(enabled)
         self._outer: list[tuple[Recipe | None, bool]] = []
 

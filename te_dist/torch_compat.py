@@ -3,6 +3,7 @@ missing or refuses degrades to a no-op that says so in its return value, and nev
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -87,6 +88,22 @@ def group_by_name(name: str) -> Any:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError) as error:
         raise LookupError(str(error)) from error
+
+
+# ------------------------------------------------------------------------------------------------- recomputation
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread: a forward is then one that is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees an operation. Selective checkpointing counts those of a forward, and expects its
+    recomputation to do the same ones, which bookkeeping that must happen once cannot."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 # ------------------------------------------------------------------------------------------------- cuda

@@ -178,6 +178,20 @@ def test_delayed_scaling_buffers_made_lazily() -> None:
     assert torch.equal(fresh.fp8_scale, state["fp8_scale"]), "a checkpoint without them leaves them"
 
 
+@layers
+def test_evaluation_leaves_delayed_scaling_alone(kind: str) -> None:
+    layer = make(kind, "delayed")
+    for s in range(2):
+        step(layer, sample(32, seed=s))
+    before = [layer.fp8_scale.clone(), layer.fp8_amax_history.clone()]
+    layer.eval()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            layer(sample(32) * 100)
+            layer(sample(32) * 100, True)
+    assert_equal([layer.fp8_scale, layer.fp8_amax_history], before)
+
+
 @pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 2), (2, 1)])
 def test_delayed_scaling_history_of_another_length(old: int, new: int) -> None:
     layer = trained(DelayedScaling(amax_history_len=old))
@@ -185,7 +199,7 @@ def test_delayed_scaling_history_of_another_length(old: int, new: int) -> None:
     other.load_state_dict(layer.state_dict(), strict=True)
     newest = other.fp8_amax_history[0].clone()
     with torch.no_grad():
-        other(sample(32))
+        other.eval()(sample(32))
     assert other.fp8_amax_history.shape == (new, 3)
     assert torch.equal(other.fp8_amax_history[0], newest), "the newest amaxes stay"
     assert all(t.isfinite().all() for t in step(other, sample(32)))

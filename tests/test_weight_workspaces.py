@@ -319,10 +319,12 @@ def make_changed(kind: str) -> nn.Module:
 def test_frozen_weights_equal_uncached(kind: str, recipe: str) -> None:
     cached, plain = make(kind, recipe), make(kind, recipe)
     batches = [sample(32, seed=s) for s in range(3)]
+    cached.eval(), plain.eval()
     with torch.no_grad():  # delayed scaling moves on with every training step, and once per scope: compared below
         expected = [plain(x) for x in batches]
         with te_dist.frozen_weights():
             assert_equal([cached(x) for x in batches], expected)
+    cached.train(), plain.train()
     if recipe == "delayed":
         batches = batches[:1]
     expected_steps = [step(plain, x) for x in batches]

@@ -29,6 +29,7 @@ from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.torch_compat import in_backward
 
 
 # ------------------------------------------------------------------------------------------------- weights
@@ -303,7 +304,8 @@ def _(
 # ------------------------------------------------------------------------------------------------- small ones
 @torch.library.custom_op("te_dist::advance_scales", mutates_args=("history", "scales"))
 def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
-    advance(history, scales, largest, margin, algorithm)
+    if not in_backward():  # a recomputed forward uses the scales that the first one had
+        advance(history, scales, largest, margin, algorithm)
 
 
 @advance_scales.register_fake
@@ -312,12 +314,13 @@ def _(history: Any, scales: Any, largest: Any, margin: Any, algorithm: Any) -> N
 
 
 @torch.library.custom_op("te_dist::record_amaxes", mutates_args=("history",))
-def record_amaxes(history: Tensor, amaxes: Tensor) -> None:
-    record(history, amaxes)
+def record_amaxes(history: Tensor, amaxes: Tensor, of_forward: bool) -> None:
+    if not (of_forward and in_backward()):
+        record(history, amaxes)
 
 
 @record_amaxes.register_fake
-def _(history: Any, amaxes: Any) -> None:
+def _(history: Any, amaxes: Any, of_forward: Any) -> None:
     pass
 
 
@@ -353,7 +356,7 @@ class CompiledLayer(torch.autograd.Function):
         results = 2 if spec.return_norm_output else 1
         first_saved = results
         if delayed:
-            torch.ops.te_dist.record_amaxes(history, made[results])
+            torch.ops.te_dist.record_amaxes(history, made[results], True)
             first_saved += 1
         kept = [weights[i] for i in kept_weights]
         ctx.counts = (len(kept), len(params))
@@ -393,7 +396,7 @@ class CompiledLayer(torch.autograd.Function):
             offsets, spec, recipe, flags, x_dtype, rows,
         )  # fmt: skip
         if delayed:
-            torch.ops.te_dist.record_amaxes(history, made[-1])
+            torch.ops.te_dist.record_amaxes(history, made[-1], False)
         at = 0
         dx = None
         if flags.input_grad:

@@ -24,9 +24,10 @@ from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
-from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, recipe_in_force
+from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, recipe_in_force
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.torch_compat import hidden_from_modes, in_backward
 
 NO_RECIPE = NoRecipe()
 # Delayed scaling's buffers: in the state_dict of a layer that uses it, never required of one that is loaded.
@@ -42,11 +43,6 @@ class Recomputed:
     def __init__(self, recipe: Recipe | None) -> None:
         self.recipe = recipe
         self.scales: Tensor | None = None
-
-
-def in_backward() -> bool:
-    """Whether autograd's engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @torch.compiler.assume_constant_result
@@ -75,6 +71,14 @@ def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | No
     return (None, splits) if isinstance(splits, Tensor) else (splits, None)
 
 
+@torch.compiler.assume_constant_result
+def _trains_with_seeds(spec: LayerSpec, recipe: Recipe | None) -> bool:
+    """Whether a training step under this recipe draws seeds. The first forward of reentrant checkpointing, which has
+    no gradients, draws them too and drops them: the recomputation gets its random state, and without a draw the
+    generator would stand still and every step would round alike."""
+    return resolve(spec, recipe, CallFlags(True, (True,) * spec.param_count)).draws_seed
+
+
 class QuantizedLayer(torch.nn.Module):
     """Base of the layers.
 
@@ -95,7 +99,7 @@ class QuantizedLayer(torch.nn.Module):
         self.spec = spec
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"{self._label()} expects recipe to be a te_dist recipe or None but got {recipe!r}")
-        self.recipe = recipe
+        self.recipe = interned(recipe)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.wgrad_store: list[object] | None = [] if delay_wgrad_compute else None
         self._reset_caches()
@@ -207,6 +211,8 @@ class QuantizedLayer(torch.nn.Module):
             call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
+            if self.training and _trains_with_seeds(self.spec, recipe):
+                draw_seeds(self.spec, inp)
             out = result.out.view(*call.lead, result.out.shape[-1])
             if result.norm_output is None:
                 return out
@@ -294,7 +300,7 @@ class QuantizedLayer(torch.nn.Module):
                 param = params[stage.weight_slot + g]
                 assert param is not None
                 if stage.weight is None and not isinstance(param, QuantizedTensor):
-                    group.append(param.detach() if param.dtype == call.out_dtype else param.detach().to(call.out_dtype))
+                    group.append(param.detach())
                     continue
                 quantizer = weight_quantizer(config, stage, call.scales, call.amaxes, g)
                 workspace = None if kept is None else kept[index][g]
@@ -392,10 +398,12 @@ class QuantizedLayer(torch.nn.Module):
         sizes, offsets = by_host_or_device(splits)
         scales = history = None
         amaxes = None
+        records = False
         if delayed and isinstance(recipe, DelayedScaling):
             self._ensure_delayed(recipe)
             scales, history = self.fp8_scale, self.fp8_amax_history
-            if any(grads) and update:
+            records = any(grads) or self.training
+            if records and update:
                 torch.ops.te_dist.advance_scales(
                     history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
                 )
@@ -414,12 +422,14 @@ class QuantizedLayer(torch.nn.Module):
                 if caching:
                     self._workspaces = weights
                     self._workspace_recipe = recipe
-        if delayed and amaxes is not None and any(grads):
-            torch.ops.te_dist.record_amaxes(history, amaxes)
+        if records and amaxes is not None:
+            torch.ops.te_dist.record_amaxes(history, amaxes, True)
         if not any(grads):
-            made = torch.ops.te_dist.layer_forward(
-                inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype
-            )
+            seeded = self.training and _trains_with_seeds(self.spec, recipe)
+            op = torch.ops.te_dist.layer_forward_seeded if seeded else torch.ops.te_dist.layer_forward
+            made = op(inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype)
+            if records:
+                torch.ops.te_dist.record_amaxes(history, made[2 if self.spec.return_norm_output else 1], True)
             return (made[0], made[1]) if self.spec.return_norm_output else made[0]
         return compiled.CompiledLayer.apply(
             inp, self.spec, known, flags, inp.dtype, sizes or [], weight_count, kept, saves, delayed,
@@ -455,16 +465,19 @@ class QuantizedLayer(torch.nn.Module):
             self._ensure_delayed(recipe)
         scales, history = self.fp8_scale, self.fp8_amax_history
         assert scales is not None and history is not None and self._fp8_largest is not None
-        # Activation checkpointing runs forward again inside backward: same scales, and what it sees was recorded.
-        records = call.config.flags.any_grad and not in_backward()
+        # Activation checkpointing runs forward again inside backward: same scales, and what it sees was recorded. The
+        # first forward of its reentrant kind has no gradients, and is told from evaluation by the module's mode.
+        records = (call.config.flags.any_grad or self.training) and not in_backward()
         if records and update:
-            delayed_scaling.advance(history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo)
+            with hidden_from_modes():
+                delayed_scaling.advance(history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo)
         # Saved for backward by value: the next microbatch may advance them before this one's backward runs.
         call.scales = scales.clone() if call.config.flags.any_grad else scales
         if recomputed is not None:
             recomputed.scales = call.scales = call.scales if recomputed.scales is None else recomputed.scales
-        call.amaxes = history[0] if records else torch.zeros_like(scales)
-        call.grad_amaxes = history[0]
+        scratch, newest = torch.zeros_like(scales), history[0]
+        call.amaxes = newest if records else scratch
+        call.grad_amaxes = newest
 
     def _reset_delayed(self) -> None:
         """Part of ``reset_parameters``: delayed scaling starts over."""
@@ -498,6 +511,7 @@ class QuantizedLayer(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.recipe = interned(self.recipe)
         layers.add(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -15,7 +15,7 @@ from te_dist.gemm import gemm
 from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
-from te_dist.pipeline.operands import high_precision, quantize_operand, split_rows
+from te_dist.pipeline.operands import first_rows, high_precision, quantize_operand, split_rows
 from te_dist.producers import ActivationGradient, Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -139,7 +139,7 @@ def _dgrad(args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, weight: Ten
     elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
         weight = weight.to(dy.dtype)
     da = gemm(dy, weight, kind="dgrad", out_dtype=args.x_dtype, use_split_accumulator=stage.split_accumulator[1])
-    return da if da.shape[0] == rows else da[:rows]
+    return first_rows(da, rows)
 
 
 def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved, group: int) -> TensorOrQuantized:

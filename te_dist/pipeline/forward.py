@@ -12,7 +12,7 @@ from te_dist.gemm import gemm
 from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import FwdArgs, FwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
-from te_dist.pipeline.operands import quantize_operand, split_rows
+from te_dist.pipeline.operands import first_rows, quantize_operand, split_rows
 from te_dist.plan import Move
 from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
 from te_dist.tensors.quantized_tensor import QuantizedTensor
@@ -110,6 +110,8 @@ def _multiply(
         bias = args.params[stage.bias_slot + group] if spec.has_bias and not after else None
         if not stage.fprop and isinstance(weight, QuantizedStorage):  # quantized for dgrad alone
             weight = _unquantized(args.params[stage.weight_slot + group], weight, args.out_dtype)
+        elif isinstance(weight, Tensor):
+            weight = weight.detach().to(args.out_dtype)
         gathered = comm.gather(plan.x, operand)
         y = gemm(
             gathered,
@@ -120,7 +122,7 @@ def _multiply(
             use_split_accumulator=stage.split_accumulator[0],
         )
         size = size * comm.size if plan.x is Move.ALL_GATHER else size
-        results.append(y if y.shape[0] == size else y[:size])
+        results.append(first_rows(y, size))
     y = comm.reduce(plan.y, results[0] if len(results) == 1 else torch.cat(results))
     bias = args.params[stage.bias_slot] if spec.has_bias and after else None
     return y if bias is None else y + bias.to(y.dtype)

@@ -32,7 +32,8 @@ def quantize_operand(
     """Quantize a produced matrix as one operand of a stage; under delayed scaling with the operand's own scale."""
     rows, cols = source.shape
     wanted = padded_rows(quantizer, rows)
-    if wanted != rows:
+    # A fake needs the shape alone, and asking whether there is something to pad would tie a graph to the answer.
+    if not kernels.is_shapes_only() and wanted != rows:
         matrix = kernels.materialize(source)
         padded = Plain(torch.nn.functional.pad(matrix, (0, 0, 0, wanted - rows)))
         source = padded
@@ -60,6 +61,13 @@ def quantize_delayed(
         out = layout.new_matrix(source.shape, source.dtype, source.device)
     live._quantize_into(source, out, group, noop, None)
     return out
+
+
+def first_rows(result: Tensor, rows: int) -> Tensor:
+    """The rows of a product that were not padding."""
+    if kernels.is_shapes_only():
+        return result.new_empty((rows, result.shape[1]))
+    return result if result.shape[0] == rows else result[:rows]
 
 
 def high_precision(operand: Tensor | QuantizedStorage, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.formats import DType, short_name
+from te_dist.formats import DType, matrix_size, short_name
 from te_dist.groups import GroupLike, all_reduce_amax, holds_group
 from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
@@ -18,7 +18,6 @@ from te_dist.quantizers.checks import (
     check_fp8_dtype,
     check_small_tensor,
     group_refused,
-    matrix_size,
 )
 from te_dist.tensors.float8 import Float8TensorStorage
 from te_dist.tensors.storage import QuantizedStorage

@@ -6,14 +6,13 @@ follow from that declaration. Letters: M rows, K columns of the logical tensor s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from te_dist.formats import INPUT_DTYPES
+from te_dist.formats import INPUT_DTYPES, matrix_size
 
 if TYPE_CHECKING:
     from te_dist.quantizers.base import Quantizer
@@ -101,7 +100,7 @@ class QuantizedStorage:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(M, K): all leading dimensions flattened into rows."""
-        return math.prod(self.shape[:-1]), self.shape[-1]
+        return matrix_size(self.shape)
 
     @property
     def device(self) -> torch.device:
