@@ -208,6 +208,13 @@ def test_wgrad_scheduling(single: bool, path: str) -> None:
         made = fused.get_parameter(name).main_grad - 1
         assert sqnr(made, gradient.double()) > SQNR[torch.bfloat16]
 
+    for name in weights:  # what is there is overwritten where the weight says so
+        fused.get_parameter(name).overwrite_main_grad = True
+    run(fused, x, splits, dy=dy)
+    for name, gradient in weights.items():
+        made = fused.get_parameter(name).main_grad
+        assert sqnr(made, gradient.double()) > SQNR[torch.bfloat16], name
+
     delayed = make(delay_wgrad_compute=True)
     assert_equal(run(delayed, x, splits, dy=dy), rest)
     assert delayed.need_backward_dw()
@@ -352,6 +359,15 @@ def test_odd_sizes_on_the_device() -> None:
     expected = run(grouped, x, splits, dy=dy)
     for name in ("y", "dx", "bias0", "bias2"):  # row scales: only wgrad reads other planes
         assert sqnr(actual[name], expected[name].double()) > SQNR[torch.bfloat16] - 6, name
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_no_rows_at_all(name: str) -> None:
+    x, dy = torch.empty(0, IN, dtype=torch.bfloat16, requires_grad=True), torch.empty(0, OUT, dtype=torch.bfloat16)
+    grouped = layer(ALL[name])
+    expected = run(grouped, x, [0] * GROUPS, dy=dy)
+    assert expected["y"].shape == (0, OUT) and not any(value.any() for value in expected.values())
+    assert_equal(run(on_device(grouped), x, torch.zeros(GROUPS, dtype=torch.int64), dy=dy), expected)
 
 
 def test_offsets_that_do_not_fit_stop_the_device() -> None:

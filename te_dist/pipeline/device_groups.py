@@ -95,11 +95,13 @@ def _rows_product(
     kind: str, a: TensorOrQuantized, weights: list[TensorOrQuantized], offsets: Tensor, wants_float32: bool = False
 ) -> Tensor:
     """x . w^T or dy . w of every group: [M, N] or [M, K] in bf16."""
+    rows, cols = weights[0].shape
+    if a.shape[0] == 0:  # no kernel for nothing
+        return torch.zeros((0, rows if kind == "fprop" else cols), dtype=DTYPE, device=a.device)
     # The kernel's fprop adds up in the tensor cores' short accumulator: not for a recipe that asks for float32.
     if not wants_float32 and not isinstance(a, Tensor) and _has_kernel(kind, a, weights):
         return grouped_gemm(a, weights, kind=kind, out_dtype=DTYPE, offsets=offsets)
     _announce_emulation(kind, a, weights[0])
-    rows, cols = weights[0].shape
     values = torch.stack([_fitted(_weight_values(kind, weight), round_up(rows, MULTIPLE)) for weight in weights])
     product = grouped_gemm(_fitted(_values(a)), values, kind=kind, out_dtype=DTYPE, offsets=offsets)
     return product[:, : rows if kind == "fprop" else cols].contiguous()
@@ -183,6 +185,8 @@ def columns_product(dy: TensorOrQuantized, x: TensorOrQuantized, offsets: Tensor
     features, depth = dy.shape[1], x.shape[1]
     if kernels.is_shapes_only():
         return torch.empty((offsets.shape[0], features, depth), dtype=DTYPE, device=dy.device)
+    if dy.shape[0] == 0:
+        return torch.zeros((offsets.shape[0], features, depth), dtype=DTYPE, device=dy.device)
     _announce_emulation("wgrad", dy, x)
     made = grouped_gemm(_fitted(_values(dy)), _fitted(_values(x)), kind="wgrad", out_dtype=DTYPE, offsets=offsets)
     return made[:, :features, :depth].contiguous()
@@ -196,7 +200,7 @@ def _weight_gradients(args: BwdArgs, stage: StageConfig, products: WeightGradien
         dtype = args.param_dtypes[slot]
         assert dtype is not None
         main_grad = None if args.main_grads is None else args.main_grads[slot]
-        accumulate = main_grad is not None and not args.overwrite_main_grad
+        accumulate = main_grad is not None and slot not in args.overwrite_main_grads
         product = WeightGradient(products, group, dtype, main_grad, accumulate)
         if args.wgrad_store is not None:
             args.wgrad_store.append((slot, product))
