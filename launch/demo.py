@@ -104,7 +104,7 @@ def train_all(steps: int, device: torch.device, progress: Progress) -> list[Run]
 
 def as_table(runs: list[Run]) -> str:
     base = runs[0].final
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (r.name, f"{r.losses[0]:.3f}", f"{r.final:.3f}", f"{r.final - base:+.3f}", f"{r.seconds:.1f} s") for r in runs
     ]
     return table(("recipe", "first loss", "final loss", "against bf16", "time"), rows)

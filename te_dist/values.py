@@ -40,7 +40,7 @@ def value_type(cls: T) -> T:
 
 def _remember_hash(cls: type) -> None:
     """Values are dictionary keys in hot paths, and a dataclass hashes all its fields each time."""
-    compute = cls.__hash__
+    compute: Any = cls.__hash__
 
     def __hash__(self: Any) -> int:
         known = self.__dict__.get("_hash")
