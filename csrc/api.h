@@ -134,6 +134,9 @@ using Lane = int64_t;
   /* workspace: [2, M] floats, as they are. */                                                                   \
   void norm_backward(const NormGrad& from, const Output& dx, float* weight_partials, float* bias_partials,       \
                      float* workspace, Lane lane);                                                               \
+  /* Delayed scaling's step: scales from history [length, count], which then rolls by -1 and starts a row of zeros. */ \
+  void advance_scales(float* history, float* scales, const float* largest, int64_t length, int64_t count,        \
+                      int margin, bool most_recent, Lane lane);                                                  \
   /* partials [tiles, K] -> out [1, K]. */                                                                       \
   void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane lane);                      \
   }

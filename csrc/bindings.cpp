@@ -184,6 +184,27 @@ const Entry kEntries[] = {
        const Lane lane = r.last_lane();
        without_gil([&] { call.cast_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane); });
      }},
+    // amax and cast_current in one call: most tensors need nothing in between.
+    {"quantize_current",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       float* amax = r.pointer<float>();
+       const float eps = r.number();
+       const bool power_of_2 = r.flag();
+       const Fp8 format = r.fp8();
+       uint8_t* row = r.pointer<uint8_t>();
+       uint8_t* col = r.pointer<uint8_t>();
+       float* scale_inv = r.pointer<float>();
+       const Lane lane = r.last_lane();
+       Source first = x;  // makes a norm's statistics; the column sums are the second one's
+       first.partials = nullptr;
+       Source second = x;
+       second.make_stats = false;
+       without_gil([&] {
+         call.amax(first, amax, false, nullptr, lane);
+         call.cast_current(second, amax, eps, power_of_2, format, row, col, scale_inv, nullptr, lane);
+       });
+     }},
     {"quantize_block",
      [](Reader& r, const Backend& call) {
        const Source x = r.source();
@@ -313,6 +334,18 @@ const Entry kEntries[] = {
        const Lane lane = r.last_lane();
        without_gil([&] { call.norm_backward(from, dx, weight_partials, bias_partials, workspace, lane); });
      }},
+    {"advance_scales",
+     [](Reader& r, const Backend& call) {
+       float* history = r.pointer<float>();
+       float* scales = r.pointer<float>();
+       const float* largest = r.pointer<const float>();
+       const int64_t length = r.integer();
+       const int64_t count = r.integer();
+       const int margin = static_cast<int>(r.integer());
+       const bool most_recent = r.flag();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.advance_scales(history, scales, largest, length, count, margin, most_recent, lane); });
+     }},
     {"reduce_partials",
      [](Reader& r, const Backend& call) {
        const float* partials = r.pointer<const float>();
@@ -379,7 +412,8 @@ bool bind_backend(PyObject* module, const Backend& backend) {
     #name, name::amax, name::cast_scaled, name::cast_current, name::quantize_block, name::quantize_mxfp8, \
         name::amax_nvfp4, name::quantize_nvfp4, name::dequantize_tensor, name::dequantize_block,          \
         name::dequantize_mxfp8, name::dequantize_nvfp4, name::transpose_bytes, name::transpose_nibbles,   \
-        name::swizzle_scales, name::produce, name::norm_backward, name::reduce_partials                   \
+        name::swizzle_scales, name::produce, name::norm_backward, name::reduce_partials,                  \
+        name::advance_scales                                                                              \
   }
 
 PyObject* variant(PyObject*, PyObject*) {

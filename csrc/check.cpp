@@ -153,6 +153,14 @@ void norm_grad(const NormGrad& from) {
             "the gradient's row stride is too small: ", from.grad_stride);
 }
 
+void advance(const float* history, const float* scales, const float* largest, int64_t length, int64_t count) {
+  TED_CHECK(length >= 1 && count >= 0, "a history has at least one row, got ", length, " x ", count);
+  if (count == 0) return;
+  required("the history", history, alignof(float));
+  required("the scales", scales, alignof(float));
+  required("the largest values", largest, alignof(float));
+}
+
 void output(const Output& out) {
   dtype(out.dtype);
   shape(out.rows, out.cols);

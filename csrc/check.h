@@ -50,6 +50,7 @@ void source(const Source& x);
 void fused(const Source& x);
 bool is_fused(const Source& x);
 void norm_grad(const NormGrad& from);
+void advance(const float* history, const float* scales, const float* largest, int64_t length, int64_t count);
 void made(const Source& x, const Output& out);
 void norm_made(const NormGrad& from, const Output& dx, const float* weight_partials, const float* bias_partials);
 void reduction(const float* partials, int64_t tiles, const Output& out);

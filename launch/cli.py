@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import sys
 
-from te_dist.launch import demo, doctor
+from te_dist.launch import demo, doctor, formats
 
 COMMANDS = {
     "doctor": (doctor.main, "versions, devices, and what runs natively here"),
-    "demo": (demo.main, "quantize a transformer-like weight and activation in every format"),
+    "demo": (demo.main, "train a small Llama in bf16 and in every recipe"),
+    "formats": (formats.main, "quantize a transformer-like weight and activation in every format"),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 import te_dist
 from te_dist import capability, kernels, torch_compat
+from te_dist.gemm import dispatch_table
 
 # The kernel that quantizes for each recipe.
 QUANTIZE_KERNEL = {
@@ -58,6 +59,16 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
+def gemm_rows() -> list[tuple[str, str, str, str]]:
+    """The GEMM dispatch table of every kind of device here."""
+    rows = []
+    for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+        for row in dispatch_table(device):
+            pair = row.a if row.a == row.b else f"{row.a} x {row.b}"
+            rows.append((device, pair, row.implementation, row.reason))
+    return rows
+
+
 def report() -> str:
     """The whole report as text."""
     versions = {
@@ -81,6 +92,7 @@ def report() -> str:
         parts += ["", "TE_DIST_BACKEND=reference is set: the compiled kernels are not used."]
     parts += ["", table(("device", "description"), list(devices()))]
     parts += ["", table(("device", "recipe", "quantize", "GEMM"), list(recipe_rows()))]
+    parts += ["", table(("device", "product of", "is computed by", "because"), list(gemm_rows()))]
     implicit = te_dist.implicit_dequantizations()
     parts += ["", f"implicit dequantizations in this process: {sum(implicit.values())}"]
     parts += [f"  {op}: {count}" for op, count in sorted(implicit.items())]

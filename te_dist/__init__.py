@@ -13,6 +13,20 @@ from te_dist import dynamo as dynamo
 from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
+from te_dist.modules import (
+    ConversionReport,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    convert,
+    frozen_weights,
+)
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -49,6 +63,7 @@ from te_dist.tensors import (
 from te_dist.version import __version__
 
 __all__ = [
+    "ConversionReport",
     "DType",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -57,12 +72,18 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -71,12 +92,17 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
+    "RMSNorm",
     "Recipe",
     "RecipeState",
+    "RotaryPositionEmbedding",
     "TensorOrQuantized",
     "TensorProto",
+    "TransformerLayer",
     "__version__",
     "autocast",
+    "convert",
+    "frozen_weights",
     "implicit_dequantization",
     "implicit_dequantizations",
     "is_value_opaque_quantizer",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from te_dist import kernels, reference
 from te_dist.formats import FP8_MAX, DType
 from te_dist.quantizers.checks import check_fp8_dtype
 
@@ -39,11 +42,20 @@ def update_scale(
             raise TypeError(f"update_scale expects {name} in float32 but got {tensor.dtype}")
     if amax_compute_algo not in AMAX_ALGORITHMS:
         raise ValueError(f"update_scale expects amax_compute_algo in {AMAX_ALGORITHMS} but got {amax_compute_algo!r}")
-    amax = amax_history.amax(0) if amax_compute_algo == "max" else amax_history[0]
-    fp8_max = torch.full_like(scale, FP8_MAX[check_fp8_dtype(fp8_dtype, "update_scale")])
-    usable = amax.isfinite() & (amax > 0)
-    fresh = fp8_max / torch.where(usable, amax, torch.ones_like(amax)) / float(2**margin)
-    fresh = torch.where(fresh.isinf(), torch.full_like(fresh, torch.finfo(torch.float32).max), fresh)
-    scale.copy_(torch.where(usable, fresh, scale))
-    amax_history.copy_(amax_history.roll(-1, 0))
-    amax_history[0].zero_()
+    largest = torch.full_like(scale, FP8_MAX[check_fp8_dtype(fp8_dtype, "update_scale")])
+    reference.advance_scales(amax_history, scale, largest, margin=margin, most_recent=amax_compute_algo != "max")
+
+
+def largest_of(dtypes: Sequence[DType], device: torch.device | str | None = None) -> Tensor:
+    """fp8_max of every scale, as ``advance`` wants it."""
+    return torch.tensor([FP8_MAX[dtype] for dtype in dtypes], dtype=torch.float32, device=device)
+
+
+def advance(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
+    """``update_scale`` for scales of different formats at once: the start of a layer's step."""
+    kernels.advance_scales(history, scales, largest, margin=margin, most_recent=algorithm != "max")
+
+
+def record(history: Tensor, amaxes: Tensor) -> None:
+    """Raise the current row of the history to what was seen. A NaN stays: it keeps the scale as it is."""
+    torch.maximum(history[0], amaxes, out=history[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 
@@ -72,6 +73,14 @@ FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 def short_name(dtype: DType) -> str:
     """``e4m3`` for ``DType.kFloat8E4M3``, and so on."""
     return _SHORT_NAME[dtype]
+
+
+def matrix_size(shape: Sequence[int]) -> tuple[int, int]:
+    """(M, K) of a logical shape, also with symbolic sizes, which torch.Size.numel() would turn into numbers."""
+    rows = 1
+    for size in shape[:-1]:
+        rows = rows * size
+    return rows, shape[-1]
 
 
 def ceil_div(a: int, b: int) -> int:

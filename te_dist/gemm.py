@@ -19,10 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from te_dist import gemm_native, reference
+from te_dist import gemm_native, kernels, reference
 from te_dist.capability import RULES, cuda_version
 from te_dist.formats import BLOCK_SIZE, INPUT_DTYPES, DType, ceil_div
+from te_dist.gemm_direct import direct
 from te_dist.gemm_native import HIGH_PRECISION, Factor, scaled_product
+from te_dist.reference_producers import fma as _fma
 from te_dist.tensors import (
     Float8BlockwiseQTensorStorage,
     IdentityTensorStorage,
@@ -193,6 +195,12 @@ def gemm(
         >>> gemm(x, w, kind="fprop", out_dtype=torch.bfloat16)[0, 0].item()
         64.0
     """
+    if out is None and backend == "auto" and not kernels.is_shapes_only():
+        (_, column_a), (_, column_b) = KINDS.get(kind, (("", False),) * 2)
+        fast = kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
+        result = direct(a, b, column_a, column_b, out_dtype, bias, fast)
+        if result is not None:
+            return result
     _check_options(kind, out_dtype, backend)
     factor_a, factor_b = (
         Factor(role, _operand(value, role), column) for value, (role, column) in zip((a, b), KINDS[kind], strict=True)
@@ -200,6 +208,8 @@ def gemm(
     _check_pair(kind, factor_a, factor_b)
     shape = _result_shape(kind, factor_a, factor_b)
     _check_bias_and_out(shape, factor_a.device, out_dtype, bias, out, accumulate)
+    if kernels.is_shapes_only():
+        return out if out is not None else torch.empty(shape, dtype=out_dtype, device=factor_a.device)
     implementation = _choose(factor_a, factor_b, backend)
     dtype = torch.float32 if accumulate else out_dtype
     if implementation == "matmul":
@@ -342,15 +352,3 @@ def _decoded_blocks(side: Factor) -> tuple[Tensor, Tensor]:
     rows, depth = side.size
     per_row = scale.t()[:rows] if side.format == "1x128" else scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
     return reference.decode_fp8(data.view(rows, depth), fp8).double(), per_row[:, : ceil_div(depth, BLOCK_SIZE)]
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of float32 tensors with a single rounding."""
-    product, addend = a.double() * b.double(), c.double()  # 48 bits: exact
-    total = product + addend
-    back = total - product
-    lost = (product - (total - back)) + (addend - back)
-    # Round to odd in float64, so that the cast to float32 sees that something was lost.
-    even = (total.view(torch.int64) & 1) == 0
-    towards = torch.where(lost > 0, torch.inf, -torch.inf).to(total)
-    return torch.where((lost != 0) & even, torch.nextafter(total, towards), total).float()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.capability import cuda_version
-from te_dist.formats import E2M1_MAX, FP8_MAX, TORCH_FP8, DType, round_up, short_name
+from te_dist.formats import E2M1_MAX, FP8_MAX, TORCH_FP8, DType, matrix_size, round_up, short_name
 from te_dist.quantizers.blockwise import Float8BlockQuantizer
 from te_dist.quantizers.nvfp4 import NVFP4Quantizer
 from te_dist.tensors import (
@@ -91,8 +91,7 @@ class Factor:
     @functools.cached_property
     def size(self) -> tuple[int, int]:
         """(R or C, D): the dimension that survives, and the one summed over."""
-        shape = self.operand.shape
-        rows, cols = shape[:-1].numel(), shape[-1]
+        rows, cols = matrix_size(self.operand.shape)
         return (cols, rows) if self.column else (rows, cols)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from te_dist import reference, reference_producers, torch_compat
-from te_dist.formats import HADAMARD_SIGN_MASK, DType
+from te_dist.formats import HADAMARD_SIGN_MASK, DType, matrix_size
 from te_dist.producers import (
     ACTIVATION_CODES,
     COLUMN_TILE_ROWS,
@@ -45,6 +45,13 @@ Matrix = Any  # Tensor | Producer
 _FLOAT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_CODE = {DType.kFloat8E4M3: 0, DType.kFloat8E5M2: 1}
 
+# Device type -> name -> function.
+_TABLES: dict[str, dict[str, Any]] = {}
+if _extension is not None:
+    _TABLES["cpu"] = vars(_extension.cpu)
+    if _extension.has_cuda:
+        _TABLES["cuda"] = vars(_extension.cuda)
+
 BACKENDS = ("auto", "reference")
 _forced = os.environ.get("TE_DIST_BACKEND", "auto")
 if _forced not in BACKENDS:
@@ -62,6 +69,25 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = previous
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """No kernel runs inside, and no product: buffers are allocated and that is all. For fake implementations."""
+    global _forced
+    previous, _forced = _forced, "shapes"
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+def is_shapes_only() -> bool:
+    return _forced == "shapes"
+
+
+def _nothing(*_: Any) -> None:
+    """Every kernel, while only shapes are asked for."""
 
 
 def has_extension() -> bool:
@@ -93,19 +119,22 @@ def backend_name(device: torch.device | str, kernel: str = "quantize_block") -> 
 
 
 def _backend(device: torch.device, kernel: str) -> Any:
-    if _extension is None or _forced == "reference":
+    if _forced == "shapes":
+        return _nothing
+    if _forced == "reference":
         return None
-    if device.type == "cuda" and _extension.has_cuda:
-        return getattr(_extension.cuda, kernel, None)
-    return getattr(_extension.cpu, kernel, None) if device.type == "cpu" else None
+    table = _TABLES.get(device.type)
+    return None if table is None else table.get(kernel)
 
 
 def _call(function: Any, device: torch.device, *args: Any) -> None:
     """Run an extension function on the caller's stream, or with as many threads as torch uses."""
+    if function is _nothing:
+        return
     if device.type == "cpu":
         function(*args, torch.get_num_threads())
-    elif device.index is None or device.index == torch.cuda.current_device():
-        function(*args, torch_compat.current_raw_stream(torch.cuda.current_device()))
+    elif device.index is None or device.index == torch_compat.current_cuda_device():
+        function(*args, torch_compat.current_raw_stream(torch_compat.current_cuda_device()))
     else:
         with torch.cuda.device(device):
             function(*args, torch_compat.current_raw_stream(device.index))
@@ -113,6 +142,8 @@ def _call(function: Any, device: torch.device, *args: Any) -> None:
 
 def _input(x: Tensor | Producer, column_sums: bool = True) -> tuple[Any, ...]:
     """Pointer, dtype code, M, K and row stride; `x` is 2-D with unit stride along K. A producer goes as one tuple."""
+    if _forced == "shapes":
+        return ()
     if isinstance(x, Producer):
         return (_producer(x, column_sums),)
     rows, cols = x.shape
@@ -120,12 +151,14 @@ def _input(x: Tensor | Producer, column_sums: bool = True) -> tuple[Any, ...]:
 
 
 def _vector(v: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if v is None else (v.data_ptr(), _FLOAT_CODE[v.dtype])
+    return (0, 0) if v is None else (_ptr(v), _FLOAT_CODE[v.dtype])
 
 
 def _producer(p: Producer, column_sums: bool = True) -> tuple[Any, ...]:
     """The fields of csrc/api.h's Source, in order. Statistics are made by whoever is asked first, and so are column
     sums, unless the kernel makes none."""
+    if _forced == "shapes":
+        return ()
     rows, cols = p.shape
     stride = max(p.x.stride(0), p.x.shape[1])
     partials = 0
@@ -157,7 +190,7 @@ def _column_tiles(rows: int) -> int:
 
 
 def _ptr(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if tensor is None or _forced == "shapes" else tensor.data_ptr()
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -166,8 +199,7 @@ def as_rows(x: Tensor) -> Tensor:
         x = x.resolve_neg()  # a lazily negated view: its memory holds the other sign
     matrix = x
     if x.dim() != 2:
-        rows, cols = x.shape[:-1].numel(), x.shape[-1]
-        matrix = x.reshape(rows, cols)
+        matrix = x.reshape(matrix_size(x.shape))
     if matrix.shape[1] > 1 and matrix.stride(1) != 1:
         return matrix.contiguous()
     # A broadcast or overlapping row stride would read the same memory twice, which is fine; a shorter one than K
@@ -220,7 +252,7 @@ def _fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
 
 def _matrix(x: Tensor | Producer, kernel: str, fp8: DType | None = None, two_d: bool = False) -> Any:
     """`x` as `kernel` can take it: a producer stays one only where it is fused."""
-    if not isinstance(x, Producer):
+    if not isinstance(x, Producer) or _forced == "shapes":
         return x
     sums_missing = x.partials is not None and not x.partials_ready and kernel != "amax"
     if x.materialized is not None and not sums_missing:
@@ -313,7 +345,7 @@ def norm_backward(
         bias_partials = partials[-1] if bias_grad else None
         workspace = torch.empty((2, rows), dtype=torch.float32, device=x.device) if x.device.type == "cuda" else None
         _call(
-            kernel, x.device, *_input(x), grad.data_ptr(), max(grad.stride(0), cols), *_vector(weight), zero_centered,
+            kernel, x.device, *_input(x), _ptr(grad), max(grad.stride(0), cols), *_vector(weight), zero_centered,
             _ptr(mean), _ptr(rstd), _ptr(dx), _FLOAT_CODE[dx.dtype], rows, cols,
             _ptr(weight_partials), _ptr(bias_partials), _ptr(workspace),
         )  # fmt: skip
@@ -385,6 +417,34 @@ def cast_current(
         store(out, value, noop)
 
 
+def quantize_current(
+    x: Matrix,
+    row: Tensor | None,
+    col: Tensor | None,
+    scale_inv: Tensor,
+    *,
+    fp8: DType,
+    eps: float,
+    power_of_2: bool,
+) -> None:
+    """``amax`` and ``cast_current`` in one call."""
+    device = x.device
+    kernel = _backend(device, "quantize_current")
+    # Both halves must be able to make the matrix, or neither does.
+    if isinstance(x, Producer) and kernel is not None and not is_shapes_only():
+        made = _matrix(x, "cast_current", fp8)
+        x = made if isinstance(made, Tensor) or type(x) is Plain or _fuses(x, "amax", None, False) else materialize(x)
+    value = torch.empty(1, dtype=torch.float32, device=device)
+    if kernel is None:
+        amax(x, value)
+        cast_current(x, value, row, col, scale_inv, fp8=fp8, eps=eps, power_of_2=power_of_2)
+        return
+    _call(
+        kernel, device, *_input(x), _ptr(value), eps, power_of_2, _FP8_CODE[fp8],
+        _ptr(row), _ptr(col), _ptr(scale_inv),
+    )  # fmt: skip
+
+
 def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DType, columnwise: bool) -> None:
     kernel = _backend(data.device, "dequantize_tensor")
     if kernel is not None:
@@ -394,6 +454,15 @@ def dequantize_tensor(data: Tensor, scale_inv: Tensor, out: Tensor, *, fp8: DTyp
         )  # fmt: skip
         return
     out.copy_(reference.dequantize_tensor(data, scale_inv, fp8, columnwise))
+
+
+def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, *, margin: int, most_recent: bool) -> None:
+    """Delayed scaling's step, in place; see ``te_dist.delayed_scaling.advance``."""
+    kernel = _backend(history.device, "advance_scales")
+    if kernel is not None and -126 <= margin <= 127:
+        _call(kernel, history.device, _ptr(history), _ptr(scales), _ptr(largest), *history.shape, margin, most_recent)
+        return
+    reference.advance_scales(history, scales, largest, margin=margin, most_recent=most_recent)
 
 
 # ------------------------------------------------------------------------------------------------- blockwise fp8

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from te_dist.values import Value, value_type
+
 
 class Move(enum.Enum):
     """What happens to a tensor on its way into or out of a product; gathers and scatters are along the first dim."""
@@ -29,8 +31,9 @@ class Move(enum.Enum):
         return rows
 
 
+@value_type
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Value):
     """Moves of the operands x and dy, and of the results y and dx."""
 
     x: Move = Move.NONE  # repeated for wgrad: only the shard is saved

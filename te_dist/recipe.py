@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,10 +22,12 @@ from te_dist.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
+from te_dist.values import Value, value_type
 
 TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
@@ -60,19 +63,69 @@ class QuantizerRole:
         return self.tensor_type.startswith("grad")
 
 
-_RECIPES: dict[str, type[Recipe]] = {}
-
-
+@value_type
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class MMParams(Value):
+    """How one of a layer's three products is computed.
+
+    Attributes:
+        use_split_accumulator: add up in float32 (True) or in the tensor core's short accumulator (False, faster).
+            None is the default: short for fprop, float32 for dgrad and wgrad. Only per-tensor FP8 has the choice.
+        quantized: False runs this one product in high precision, to find out which of them hurts convergence.
+    """
+
+    use_split_accumulator: bool | None = None
+    quantized: bool = True
+
+
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QParams(Value):
+    """Options of one tensor's quantizer that differ from the recipe's; None keeps the recipe's. An option that the
+    format does not have must stay None."""
+
+    power_2_scale: bool | None = None
+    amax_epsilon: float | None = None
+    random_hadamard_transform: bool | None = None
+    stochastic_rounding: bool | None = None
+    fp4_2d_quantization: bool | None = None
+
+
+_RECIPES: dict[str, type[Recipe]] = {}
+# The class of each field that JSON holds as an object.
+_NESTED: dict[str, type] = {
+    **dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), MMParams),
+    **dict.fromkeys(("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"), QParams),
+}
+# What QParams' options are called in the quantizers.
+_QUANTIZER_FIELDS = {
+    "power_2_scale": "force_pow_2_scales",
+    "amax_epsilon": "amax_epsilon",
+    "random_hadamard_transform": "with_rht",
+    "stochastic_rounding": "stochastic_rounding",
+    "fp4_2d_quantization": "with_2d_quantization",
+}
+
+
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(Value):
     """Base of all recipes.
 
     Attributes:
         backward_override: None quantizes the backward pass too; "high_precision" runs it on the original operands,
             "dequantized" on the dequantized forward ones.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of the three products.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: options of the three operands' quantizers.
     """
 
     backward_override: str | None = None
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams = QParams()
+    fp8_quant_fwd_weight: QParams = QParams()
+    fp8_quant_bwd_grad: QParams = QParams()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -85,9 +138,30 @@ class Recipe:
                 f"but got {self.backward_override!r}"
             )
 
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        fields = (f for f in dataclasses.fields(self) if f.repr and getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
+
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """The quantizer of a tensor. Pure: equal recipes and roles give equal quantizers."""
         raise NotImplementedError(f"{type(self).__name__} must define quantizer")
+
+    def quantizer_for(self, role: QuantizerRole) -> Quantizer:
+        """``quantizer(role)`` with the options that this recipe sets for that one operand."""
+        made = self.quantizer(role)
+        options = {"input": self.fp8_quant_fwd_inp, "weight": self.fp8_quant_fwd_weight}.get(
+            role.tensor_type, self.fp8_quant_bwd_grad
+        )
+        changes = {}
+        for option, field in _QUANTIZER_FIELDS.items():
+            value = getattr(options, option)
+            if value is None:
+                continue
+            if field not in type(made)._value_fields:
+                raise ValueError(f"{type(self).__name__}: {role.tensor_type} has no option {option}: {made!r}")
+            changes[field] = value
+        return made.replace(**changes) if changes else made
 
     def to_json(self) -> str:
         """A string from which ``Recipe.from_json`` makes an equal recipe."""
@@ -106,18 +180,24 @@ class Recipe:
             raise ValueError(f"{name} has no option {unknown[0]!r}; its options are {sorted(known)}")
         if "fp8_format" in values:
             values["fp8_format"] = Format(values["fp8_format"])
+        for field, nested in _NESTED.items():
+            if field in values:
+                values[field] = nested(**values[field])
         return cls(**values)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, Value):
+        return dataclasses.asdict(value)
     if callable(value):
         raise TypeError("a recipe that holds a function cannot be written as JSON")
     return value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScaling(Recipe):
     """Per-tensor FP8 with scales from a history of amaxes. Its state lives in a RecipeState."""
 
@@ -144,7 +224,8 @@ class DelayedScaling(Recipe):
         raise TypeError("DelayedScaling's quantizers have live state: RecipeState(recipe, roles) makes them")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Float8CurrentScaling(Recipe):
     """Per-tensor FP8 with the scale of each tensor's own amax."""
 
@@ -160,7 +241,8 @@ class Float8CurrentScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Float8BlockScaling(Recipe):
     """FP8 with fp32 scales per 1x128 (activations, gradients) and 128x128 block (weights)."""
 
@@ -193,7 +275,8 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """FP8 with E8M0 scales per 32 values."""
 
@@ -207,7 +290,8 @@ class MXFP8BlockScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class NVFP4BlockScaling(Recipe):
     """FP4 with two-level scales; Hadamard transform on wgrad's operands, stochastic rounding on gradients, 16x16
     scales on weights, each of which can be turned off."""
@@ -225,7 +309,8 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CustomRecipe(Recipe):
     """A function from role to quantizer decides; two CustomRecipes are equal if they hold the same function."""
 
@@ -236,6 +321,15 @@ class CustomRecipe(Recipe):
         if not isinstance(made, Quantizer):
             raise TypeError(f"CustomRecipe: qfactory must return a Quantizer but returned {made!r} for {role}")
         return made
+
+
+@value_type
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class NoRecipe(Recipe):
+    """High precision. Stands for None where an op wants a recipe."""
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return IdentityQuantizer()
 
 
 # ------------------------------------------------------------------------------------------------- state
@@ -265,7 +359,7 @@ class RecipeState:
                 for i, role in enumerate(self.roles)
             }
         else:
-            self.quantizers = {role: recipe.quantizer(role) for role in self.roles}
+            self.quantizers = {role: recipe.quantizer_for(role) for role in self.roles}
 
     def updated(self, recipe: Recipe) -> RecipeState:
         """This state if `recipe` equals its own by value, else a new one for the same roles."""
@@ -295,13 +389,32 @@ class RecipeState:
 
 
 # ------------------------------------------------------------------------------------------------- scope
+@functools.lru_cache(maxsize=1024)
+def _first_equal(recipe: Recipe) -> Recipe:
+    return recipe
+
+
+def interned(recipe: Recipe | None) -> Recipe | None:
+    """The first recipe that was equal to this one. Dynamo guards on identity, so a recipe made anew on every step
+    would compile every step."""
+    return recipe if recipe is None or torch.compiler.is_compiling() else _first_equal(recipe)
+
+
 class _Active:
     """The innermost scope. An object's attribute, because Dynamo follows writes to those."""
 
     recipe: Recipe | None = None
+    disabled = False  # inside autocast(enabled=False): a module's own recipe does not count either
 
 
 _active = _Active()
+
+
+def recipe_in_force(own: Recipe | None) -> Recipe | None:
+    """The recipe of a module that has `own`: its own, else that of the scope; None in a disabled scope."""
+    if _active.disabled:
+        return None
+    return own if own is not None else _active.recipe
 
 
 def active_recipe() -> Recipe | None:
@@ -316,21 +429,23 @@ class autocast:
         >>> import te_dist
         >>> with te_dist.autocast(recipe=te_dist.recipe.MXFP8BlockScaling()):
         ...     te_dist.recipe.active_recipe()
-        MXFP8BlockScaling(backward_override=None, fp8_format=<Format.E4M3: 'E4M3'>, enable_2d_quantization=False)
+        MXFP8BlockScaling()
     """
 
-    __slots__ = ("_outer", "_recipe")
+    __slots__ = ("_enabled", "_outer", "_recipe")
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"autocast expects a Recipe but got {type(recipe).__name__}")
-        self._recipe = (recipe or Float8CurrentScaling()) if enabled else None
-        self._outer: list[Recipe | None] = []
+        self._recipe = interned(recipe or Float8CurrentScaling()) if enabled else None
+        self._enabled = bool(enabled)
+        self._outer: list[tuple[Recipe | None, bool]] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append(_active.recipe)
+        self._outer.append((_active.recipe, _active.disabled))
         _active.recipe = self._recipe
+        _active.disabled = not self._enabled
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _active.recipe = self._outer.pop()
+        _active.recipe, _active.disabled = self._outer.pop()

@@ -417,3 +417,15 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     rows, cols = scale.shape
     tiles = scale.view(rows // 128, 4, 32, cols // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, cols).contiguous()
+
+
+# ------------------------------------------------------------------------------------------------- delayed scaling
+def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, *, margin: int, most_recent: bool) -> None:
+    """In place: scale = (fp8_max / amax) / 2**margin, an unusable amax keeps the old one; the history rolls by -1."""
+    amax = history[0] if most_recent else history.amax(0)
+    usable = (amax > 0) & amax.isfinite()
+    fresh = largest / torch.where(usable, amax, torch.ones_like(amax)) / float(2**margin)
+    fresh = torch.where(fresh.isinf(), _constant(FLOAT_MAX, fresh), fresh)
+    scales.copy_(torch.where(usable, fresh, scales))
+    history.copy_(history.roll(-1, 0))
+    history[0].zero_()

@@ -3,6 +3,7 @@ missing or refuses degrades to a no-op that says so in its return value, and nev
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -89,6 +90,22 @@ def group_by_name(name: str) -> Any:
         raise LookupError(str(error)) from error
 
 
+# ------------------------------------------------------------------------------------------------- recomputation
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread: a forward is then one that is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees an operation. Selective checkpointing counts those of a forward, and expects its
+    recomputation to do the same ones, which bookkeeping that must happen once cannot."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 # ------------------------------------------------------------------------------------------------- cuda
 def current_raw_stream(device_index: int) -> int:
     """The current CUDA stream's handle, without building a Stream object."""
@@ -96,3 +113,15 @@ def current_raw_stream(device_index: int) -> int:
     if getter is not None:
         return int(getter(device_index))
     return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+# The current device's index, without the checks of torch.cuda.current_device: a tensor on a GPU has passed them.
+current_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+# ------------------------------------------------------------------------------------------------- autograd
+def release_saved_tensors(ctx: Any) -> None:
+    """Let go of a Function's saved tensors before its backward ends, unless the graph is retained."""
+    release = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if release is not None:
+        release()

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from cases import assert_equal_with_nan
 
 import te_dist
-from te_dist.delayed_scaling import update_scale
+from te_dist.delayed_scaling import advance, largest_of, update_scale
+from te_dist.formats import DType
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -55,3 +57,23 @@ def test_wrong_arguments() -> None:
         update_scale(torch.zeros(3, 1), torch.ones(1).double(), "e4m3")
     with pytest.raises(ValueError, match="amax_compute_algo"):
         update_scale(torch.zeros(3, 1), torch.ones(1), "e4m3", amax_compute_algo="mean")
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 255, 256, 257, 1024])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_the_step_equals_the_reference(device: str, length: int, algorithm: str) -> None:
+    """Scales of two formats at once, amaxes that are zero, infinite, NaN and tiny among them."""
+    generator = torch.Generator().manual_seed(length)
+    history = torch.rand(length, 8, generator=generator) * torch.exp2(torch.arange(-3.0, 5.0))
+    history[:, 1] = 0
+    history[0, 2], history[-1, 3], history[0, 4] = float("inf"), float("nan"), 1e-44
+    formats = [DType.kFloat8E4M3] * 5 + [DType.kFloat8E5M2] * 3
+    scales, largest = torch.rand(8, generator=generator), largest_of(formats)
+    for margin in (0, 2, -1):
+        expected = [t.clone() for t in (history, scales, largest)]
+        actual = [t.to(device, copy=True) for t in expected]
+        with te_dist.use_backend("reference"):
+            advance(*expected, margin, algorithm)
+        advance(*actual, margin, algorithm)
+        for name, a, e in zip(("history", "scales"), actual, expected, strict=False):
+            assert_equal_with_nan(a.cpu(), e, f"{name} margin {margin}")

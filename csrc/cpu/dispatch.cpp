@@ -204,5 +204,11 @@ void reduce_partials(const float* partials, int64_t tiles, const Output& out, La
   kernels().reduce_partials(partials, tiles, out, lane);
 }
 
+void advance_scales(float* history, float* scales, const float* largest, int64_t length, int64_t count,
+                    int margin, bool most_recent, Lane lane) {
+  check::advance(history, scales, largest, length, count);
+  kernels().advance_scales(history, scales, largest, length, count, margin, most_recent, lane);
+}
+
 }  // namespace cpu
 }  // namespace te_dist

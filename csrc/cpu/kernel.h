@@ -42,6 +42,7 @@ decltype(cpu::swizzle_scales) swizzle_scales;
 decltype(cpu::produce) produce;
 decltype(cpu::norm_backward) norm_backward;
 decltype(cpu::reduce_partials) reduce_partials;
+decltype(cpu::advance_scales) advance_scales;
 
 namespace {
 

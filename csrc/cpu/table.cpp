@@ -23,6 +23,7 @@ const KernelTable table{TED_TEXT(TED_VARIANT),
                         swizzle_scales,
                         produce,
                         norm_backward,
-                        reduce_partials};
+                        reduce_partials,
+                        advance_scales};
 
 TED_END_VARIANT

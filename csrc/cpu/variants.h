@@ -28,6 +28,7 @@ struct KernelTable {
   decltype(&cpu::produce) produce;
   decltype(&cpu::norm_backward) norm_backward;
   decltype(&cpu::reduce_partials) reduce_partials;
+  decltype(&cpu::advance_scales) advance_scales;
 };
 
 // The variant chosen for this machine, at load.

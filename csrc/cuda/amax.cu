@@ -111,8 +111,7 @@ __global__ void amax_reset_kernel(float* first, float* second, const float* noop
 }  // namespace
 
 void launch_amax_reset(float* first, float* second, const float* noop, Lane lane) {
-  amax_reset_kernel<<<1, 1, 0, stream_of(lane)>>>(first, second, noop);
-  check_launch("amax_reset_kernel");
+  launch("amax_reset_kernel", amax_reset_kernel, 1, 1, lane, first, second, noop);
 }
 
 void launch_amax(const Input& x, float* first, float* second, bool accumulate, const float* noop, Lane lane) {
@@ -121,7 +120,7 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
   const int64_t rows = empty ? 0 : (one_row ? 1 : x.rows);
   const int64_t cols = one_row ? x.rows * x.cols : x.cols;
   dispatch_float(x.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+    using T = TypeOf<decltype(tag)>;
     const int64_t vectors = cols * static_cast<int64_t>(sizeof(T)) / 16;
     const int64_t chunks = larger(1, ceil_div(vectors, AmaxConfig::kChunk));
     const int64_t wanted = ceil_div(rows * chunks, AmaxConfig::kThreads / 32);
@@ -129,10 +128,8 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
     const int64_t most = static_cast<int64_t>(multiprocessors()) * AmaxConfig::kBlocksPerSm;
     const int blocks = direct ? 1 : grid_size(smaller(wanted, most));
     if (!direct && !accumulate) launch_amax_reset(first, second, noop, lane);
-    amax_kernel<T><<<blocks, AmaxConfig::kThreads, 0, stream_of(lane)>>>(
-        static_cast<const T*>(x.data), rows, cols, x.stride, chunks,
-        AmaxResult{first, second, direct, accumulate}, noop);
-    check_launch("amax_kernel");
+    launch("amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, lane, static_cast<const T*>(x.data),
+           rows, cols, x.stride, chunks, AmaxResult{first, second, direct, accumulate}, noop);
   });
 }
 

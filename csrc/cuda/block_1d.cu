@@ -21,15 +21,10 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
 }  // namespace
 
 void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane) {
-  const int blocks = grid_size(tile_count(x.rows, x.cols));
-  dispatch_float(x.dtype, [&](auto input) {
-    dispatch_fp8(format, [&](auto fp8) {
-      using T = typename decltype(input)::type;
-      using F = typename decltype(fp8)::type;
-      block_1d_kernel<T, F><<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(tile_input<T>(x), out);
-      check_launch("block_1d_kernel");
-    });
-  });
+  const auto kernel_for = [](auto input, auto fp8) {
+    return block_1d_kernel<TypeOf<decltype(input)>, TypeOf<decltype(fp8)>>;
+  };
+  launch_tiles("block_1d_kernel", kernel_for, x, format, out, lane);
 }
 
 }  // namespace cuda

@@ -59,15 +59,10 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
 }  // namespace
 
 void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane) {
-  const int blocks = grid_size(tile_count(x.rows, x.cols));
-  dispatch_float(x.dtype, [&](auto input) {
-    dispatch_fp8(format, [&](auto fp8) {
-      using T = typename decltype(input)::type;
-      using F = typename decltype(fp8)::type;
-      block_2d_kernel<T, F><<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(tile_input<T>(x), out);
-      check_launch("block_2d_kernel");
-    });
-  });
+  const auto kernel_for = [](auto input, auto fp8) {
+    return block_2d_kernel<TypeOf<decltype(input)>, TypeOf<decltype(fp8)>>;
+  };
+  launch_tiles("block_2d_kernel", kernel_for, x, format, out, lane);
 }
 
 void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,
@@ -75,9 +70,7 @@ void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, 
   const bool made = block_dim == 1 && is_made(x);
   if (!made) check::plain(x);
   check::block_dim(block_dim);
-  const bool empty = x.rows == 0 || x.cols == 0;
-  check::planes(out, sizeof(float), empty);
-  if (empty || (out.row_data == nullptr && out.col_data == nullptr)) return;  // no scales either
+  if (nothing_to_quantize(x, out, sizeof(float))) return;
   const BlockOutput to{byte_matrix(out.row_data, x.rows, x.cols, 8),
                        byte_matrix(out.col_data, x.cols, x.rows, 16),
                        static_cast<float*>(out.row_scale),

@@ -105,33 +105,29 @@ void launch_flat(const Input& x, uint8_t* row, const CastScale& from, Lane lane)
   const int64_t spans = ceil_div(count / (16 / static_cast<int64_t>(sizeof(T))), FlatConfig::kSpan);
   const int64_t most = static_cast<int64_t>(multiprocessors()) * FlatConfig::kBlocksPerSm;
   const int blocks = grid_size(larger(1, smaller(spans, most)));
-  cast_flat_kernel<T, F>
-      <<<blocks, FlatConfig::kThreads, 0, stream_of(lane)>>>(static_cast<const T*>(x.data), count, row, from);
-  check_launch("cast_flat_kernel");
+  launch("cast_flat_kernel", cast_flat_kernel<T, F>, blocks, FlatConfig::kThreads, lane,
+         static_cast<const T*>(x.data), count, row, from);
 }
 
 template <typename T, typename F>
-void launch_tiles(const Input& x, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+void launch_cast_tiles(const Input& x, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
   // An empty tensor still has a scale_inv: one block, which finds nothing else to do.
   const int blocks = grid_size(larger(1, tile_count(x.rows, x.cols)));
-  cast_tile_kernel<T, F><<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(
-      tile_input<T>(x), byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
-  check_launch("cast_tile_kernel");
+  launch("cast_tile_kernel", cast_tile_kernel<T, F>, blocks, TileConfig::kThreads, lane, tile_input<T>(x),
+         byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
 }
 
 void launch_cast(const Input& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
   const bool contiguous = x.rows <= 1 || x.stride == x.cols;
   const bool flat = col == nullptr && row != nullptr && contiguous && aligned(x.data, 16) && aligned(row, 8);
-  dispatch_float(x.dtype, [&](auto input) {
-    dispatch_fp8(format, [&](auto fp8) {
-      using T = typename decltype(input)::type;
-      using F = typename decltype(fp8)::type;
-      if (flat) {
-        launch_flat<T, F>(x, row, from, lane);
-      } else {
-        launch_tiles<T, F>(x, row, col, from, lane);
-      }
-    });
+  dispatch_cast(x.dtype, format, [&](auto input, auto fp8) {
+    using T = TypeOf<decltype(input)>;
+    using F = TypeOf<decltype(fp8)>;
+    if (flat) {
+      launch_flat<T, F>(x, row, from, lane);
+    } else {
+      launch_cast_tiles<T, F>(x, row, col, from, lane);
+    }
   });
 }
 

@@ -27,6 +27,13 @@ inline void check_cuda(cudaError_t status, const char* what) {
 
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
 
+template <typename... Parameters, typename... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), int blocks, int threads, Lane lane,
+            const Arguments&... arguments) {
+  kernel<<<blocks, threads, 0, stream_of(lane)>>>(arguments...);
+  check_launch(name);
+}
+
 inline int multiprocessors() {
   int device = 0;
   int count = 0;
@@ -55,6 +62,10 @@ struct Tag {
   using type = T;
 };
 
+// The T of a Tag<T>.
+template <typename TagOfT>
+using TypeOf = typename TagOfT::type;
+
 template <typename Body>
 void dispatch_float(Float dtype, Body&& body) {
   switch (dtype) {
@@ -72,6 +83,20 @@ void dispatch_fp8(Fp8 format, Body&& body) {
     case Fp8::kE5M2: return body(Tag<E5M2>{});
   }
   TED_CHECK(false, "unknown fp8 format code ", static_cast<int>(format));
+}
+
+// body(Tag of the input's type, Tag of the format).
+template <typename Body>
+void dispatch_cast(Float dtype, Fp8 format, Body&& body) {
+  dispatch_float(dtype, [&](auto input) { dispatch_fp8(format, [&](auto fp8) { body(input, fp8); }); });
+}
+
+// Checks what a block-scaled cast is given; true where neither data nor scales are to be written.
+inline bool nothing_to_quantize(const Input& x, const Planes& out, std::uintptr_t scale_bytes) {
+  check::input(x);
+  const bool empty = x.rows == 0 || x.cols == 0;
+  check::planes(out, scale_bytes, empty);
+  return empty || (out.row_data == nullptr && out.col_data == nullptr);
 }
 
 // ---------------------------------------------------------------------------------------------- device

@@ -200,12 +200,10 @@ void launch_dequantize(const Plane& plane, const PlaneShape& shape, const Output
                        Lane lane) {
   const int blocks = grid_size(ceil_div(shape.lines, kTile) * ceil_div(shape.values, kTile));
   dispatch_float(out.dtype, [&](auto output) {
-    using T = typename decltype(output)::type;
+    using T = TypeOf<decltype(output)>;
     const bool vector = aligned(out.data, 16) && out.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0;
     const Result<T> result{static_cast<T*>(out.data), out.cols, vector};
-    dequantize_kernel<T, Plane>
-        <<<blocks, DequantizeConfig::kThreads, 0, stream_of(lane)>>>(plane, shape, result);
-    check_launch(name);
+    launch(name, dequantize_kernel<T, Plane>, blocks, DequantizeConfig::kThreads, lane, plane, shape, result);
   });
 }
 

@@ -23,9 +23,7 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
 void quantize_mxfp8(const Source& x, bool two_d, Fp8 format, const Planes& out, const float* noop, Lane lane) {
   const bool made = !two_d && is_made(x);
   if (!made) check::plain(x);
-  const bool empty = x.rows == 0 || x.cols == 0;
-  check::planes(out, 1, empty);
-  if (empty || (out.row_data == nullptr && out.col_data == nullptr)) return;  // no scales either
+  if (nothing_to_quantize(x, out, 1)) return;
   const MxOutput to{byte_matrix(out.row_data, x.rows, x.cols, 8),
                     byte_matrix(out.col_data, x.rows, x.cols, 8),
                     static_cast<uint8_t*>(out.row_scale),
@@ -33,15 +31,10 @@ void quantize_mxfp8(const Source& x, bool two_d, Fp8 format, const Planes& out, 
                     two_d,
                     noop};
   if (made) return launch_mxfp8_made(x, format, to, lane);
-  const int blocks = grid_size(tile_count(x.rows, x.cols));
-  dispatch_float(x.dtype, [&](auto input) {
-    dispatch_fp8(format, [&](auto fp8) {
-      using T = typename decltype(input)::type;
-      using F = typename decltype(fp8)::type;
-      mxfp8_kernel<T, F><<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(tile_input<T>(x), to);
-      check_launch("mxfp8_kernel");
-    });
-  });
+  const auto kernel_for = [](auto input, auto fp8) {
+    return mxfp8_kernel<TypeOf<decltype(input)>, TypeOf<decltype(fp8)>>;
+  };
+  launch_tiles("mxfp8_kernel", kernel_for, x, format, to, lane);
 }
 
 }  // namespace cuda

@@ -50,6 +50,18 @@ inline int64_t tile_count(int64_t rows, int64_t cols) {
   return ceil_div(rows, TileConfig::kTile) * ceil_div(cols, TileConfig::kTile);
 }
 
+// One block of threads per tile of x. kernel_for(input, fp8): the kernel for these types, given as Tags; it
+// takes (TileInput, Output).
+template <typename KernelFor, typename Output>
+void launch_tiles(const char* name, const KernelFor& kernel_for, const Input& x, Fp8 format,
+                  const Output& out, Lane lane) {
+  const int blocks = grid_size(tile_count(x.rows, x.cols));
+  dispatch_cast(x.dtype, format, [&](auto input, auto fp8) {
+    using T = TypeOf<decltype(input)>;
+    launch(name, kernel_for(input, fp8), blocks, TileConfig::kThreads, lane, tile_input<T>(x), out);
+  });
+}
+
 // Where a block works. Tiles are numbered along K first, so that blocks that run together share rows.
 struct TilePlace {
   int64_t row;
@@ -81,7 +93,8 @@ struct Patch {
     uint32_t result = 0u;
 #pragma unroll
     for (int w = 0; w < kWords; w += 2) {
-      result = Words<T>::max(result, Words<T>::magnitude(word[row][w]), Words<T>::magnitude(word[row][w + 1]));
+      result =
+          Words<T>::max(result, Words<T>::magnitude(word[row][w]), Words<T>::magnitude(word[row][w + 1]));
     }
     return result;
   }

@@ -113,8 +113,7 @@ void launch_swizzle(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out,
   constexpr int kThreads = 256;
   const int64_t groups = rows * (cols / 4);
   const int blocks = grid_size(smaller(ceil_div(groups, kThreads), 1 << 20));
-  swizzle_kernel<Group><<<blocks, kThreads, 0, stream_of(lane)>>>(in, groups, cols, out);
-  check_launch("swizzle_kernel");
+  launch("swizzle_kernel", swizzle_kernel<Group>, blocks, kThreads, lane, in, groups, cols, out);
 }
 
 bool nothing_to_do(const uint8_t* in, int64_t rows, int64_t cols, const uint8_t* out) {
@@ -130,9 +129,8 @@ bool nothing_to_do(const uint8_t* in, int64_t rows, int64_t cols, const uint8_t*
 void transpose_bytes(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane) {
   if (nothing_to_do(in, rows, cols, out)) return;
   const int blocks = grid_size(tile_count(rows, cols));
-  transpose_bytes_kernel<<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(
-      byte_input(in, rows, cols), byte_matrix(out, cols, rows, 16));
-  check_launch("transpose_bytes_kernel");
+  launch("transpose_bytes_kernel", transpose_bytes_kernel, blocks, TileConfig::kThreads, lane,
+         byte_input(in, rows, cols), byte_matrix(out, cols, rows, 16));
 }
 
 void transpose_nibbles(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane) {
@@ -140,9 +138,8 @@ void transpose_nibbles(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* o
   check::nibbles("rows", rows);
   check::nibbles("columns", cols);
   const int blocks = grid_size(tile_count(rows, cols));
-  transpose_nibbles_kernel<<<blocks, TileConfig::kThreads, 0, stream_of(lane)>>>(
-      byte_input(in, rows, cols / 2), byte_matrix(out, cols, rows / 2, 16));
-  check_launch("transpose_nibbles_kernel");
+  launch("transpose_nibbles_kernel", transpose_nibbles_kernel, blocks, TileConfig::kThreads, lane,
+         byte_input(in, rows, cols / 2), byte_matrix(out, cols, rows / 2, 16));
 }
 
 void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane) {

@@ -21,4 +21,13 @@ TED_FN float scale_from_amax(float amax, float fp8_max, float overflow, ScaleRul
   return rule.power_of_2 ? float_of(bits_of(scale) & 0xFF800000u) : scale;
 }
 
+// Delayed scaling: (fp8_max / amax) / 2^margin, where an amax that is 0, infinite or NaN keeps the old scale.
+TED_FN float delayed_scale(float amax, float fp8_max, float old, int margin) {
+  const bool usable = bits_of(amax) - 1u < kInfBits - 1u;
+  const float divisor = float_of(static_cast<uint32_t>(127 + margin) << 23);
+  const float fresh = fp8_max / (usable ? amax : 1.0f) / divisor;
+  const float bounded = fresh > kFloatMax ? kFloatMax : fresh;
+  return usable ? bounded : old;
+}
+
 }  // namespace te_dist

@@ -27,6 +27,8 @@ BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Q = TypeVar("Q", bound="Quantizer")
 
 _PLAIN = (bool, int, float, str, enum.Enum, type(None))
+# Where an instance remembers the buffers it has described; no part of its value.
+_LAYOUTS = "_layouts"
 
 
 class Quantizer(OpaqueBase):
@@ -67,7 +69,7 @@ class Quantizer(OpaqueBase):
         That makes it the place to refuse a process group, however it got in.
         """
         for name, value in self.__dict__.items():
-            if holds_group(value):
+            if name != _LAYOUTS and holds_group(value):
                 raise TypeError(group_refused(type(self).__name__, name))
         if not type(self)._value_opaque:
             return (type(self), id(self))
@@ -112,7 +114,7 @@ class Quantizer(OpaqueBase):
         if type(self)._value_opaque:
             return _rebuild_quantizer, (type(self), self._value_items())
         self._value_key()
-        return _rebuild_state, (type(self), dict(self.__dict__))
+        return _rebuild_state, (type(self), {n: v for n, v in self.__dict__.items() if n != _LAYOUTS})
 
     def __copy__(self: Q) -> Q:
         return self.__deepcopy__({})
@@ -278,12 +280,38 @@ class Quantizer(OpaqueBase):
         For use inside ops, whose arguments are checked already. Where the format rounds stochastically, the state
         is drawn from torch's generator if it is not given.
         """
-        self._check_shape(shape)
-        buffers = self.alloc_tensors(shape, device=producer.device, dtype=producer.dtype)
-        out = self.storage_cls(buffers, shape=shape, dtype=producer.dtype, quantizer=self)
-        rng_state = self._draw_rng(producer.x, rng_state)
+        out = self.new_matrix(shape, producer.dtype, producer.device)
+        if rng_state is None:
+            rng_state = self._draw_rng(producer.x, None)
         self._quantize_into(producer, out, amax_reduction_group, None, rng_state)
         return out
+
+    # What a stack of M rows is padded to before it is quantized: a class whose column plane needs more overrides it.
+    row_multiple = 1
+
+    def new_matrix(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> QuantizedStorage:
+        """``make_empty`` for hot paths: what a shape's buffers look like is remembered."""
+        layout = self._layout(shape, dtype)
+        empty = torch.empty
+        buffers = {name: empty(size, dtype=kind, device=device) for name, size, kind in layout}
+        return self.storage_cls._around(buffers, torch.Size(shape), dtype, self)
+
+    def _layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        key = (*shape, dtype)
+        layouts = self.__dict__.get(_LAYOUTS)
+        if layouts is None:
+            layouts = {}
+            object.__setattr__(self, _LAYOUTS, layouts)
+        remembers = not kernels.is_shapes_only()  # sizes are symbols then
+        found = layouts.get(key) if remembers else None
+        if found is None:
+            self._check_shape(shape)
+            found = [(name, size, kind) for name, (size, kind) in self._describe_buffers(shape, dtype).items()]
+            if remembers:
+                if len(layouts) > 64:  # batches of many sizes: start over rather than grow
+                    layouts.clear()
+                layouts[key] = found
+        return found
 
     # No __call__: torch 2.11 takes a callable argument of a mutating op for a subgraph.
     def make_tensor(self, x: Tensor, **kwargs: Any) -> QuantizedTensor:

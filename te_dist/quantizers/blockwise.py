@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.formats import BLOCK_SIZE, DType, ceil_div, round_up, short_name
+from te_dist.formats import BLOCK_SIZE, DType, ceil_div, matrix_size, round_up, short_name
 from te_dist.groups import GroupLike, resolve_group
 from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
-from te_dist.quantizers.checks import check_eps, check_fp8_dtype, matrix_size
+from te_dist.quantizers.checks import check_eps, check_fp8_dtype
 from te_dist.tensors.blockwise import Float8BlockwiseQTensorStorage
 from te_dist.tensors.storage import QuantizedStorage
 

@@ -49,11 +49,3 @@ def group_refused(cls: str, field: str) -> str:
         f"{cls}.{field} holds a process group; a quantizer is a value and cannot store one. "
         f"Pass it to each call: quantize(x, amax_reduction_group=group)"
     )
-
-
-def matrix_size(shape: Sequence[int]) -> tuple[int, int]:
-    """(M, K) of a logical shape, also with symbolic sizes."""
-    rows = 1
-    for size in shape[:-1]:
-        rows = rows * size
-    return rows, shape[-1]

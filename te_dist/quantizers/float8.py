@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
-from te_dist.formats import DType, short_name
+from te_dist.formats import DType, matrix_size, short_name
 from te_dist.groups import GroupLike, all_reduce_amax, holds_group
 from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
@@ -18,7 +18,6 @@ from te_dist.quantizers.checks import (
     check_fp8_dtype,
     check_small_tensor,
     group_refused,
-    matrix_size,
 )
 from te_dist.tensors.float8 import Float8TensorStorage
 from te_dist.tensors.storage import QuantizedStorage
@@ -86,6 +85,17 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         rng_state: Tensor | None,
     ) -> None:
         out = cast(Float8TensorStorage, out)
+        if group is None and noop is None:
+            kernels.quantize_current(
+                x,
+                out._data,
+                out._transpose,
+                out._scale_inv,
+                fp8=self.fp8_dtype,
+                eps=self.amax_epsilon,
+                power_of_2=self.force_pow_2_scales,
+            )
+            return
         amax = torch.empty(1, dtype=torch.float32, device=x.device)
         kernels.amax(x, amax)
         if group is not None:
@@ -134,6 +144,19 @@ class Float8Quantizer(Float8QuantizerBase):
         self.rowwise = bool(rowwise)
         self.columnwise = bool(columnwise)
         self._check_usage()
+
+    @classmethod
+    def around(cls, scale: Tensor, amax: Tensor, layout: Quantizer) -> Float8Quantizer:
+        """A quantizer with the planes and the format of `layout`, without checks: for one call inside an op."""
+        self = cls.__new__(cls)
+        self.__dict__.update(
+            scale=scale,
+            amax=amax,
+            fp8_dtype=layout.fp8_dtype,
+            rowwise=layout.rowwise,
+            columnwise=layout.columnwise,
+        )
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Unlike a value quantizer this one may be pointed at other state; a group is still refused."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels, reference
-from te_dist.formats import HADAMARD_SIGN_MASK, NVFP4_BLOCK_SIZE, DType, ceil_div, round_up
+from te_dist.formats import HADAMARD_SIGN_MASK, NVFP4_BLOCK_SIZE, DType, ceil_div, matrix_size, round_up
 from te_dist.groups import GroupLike, all_reduce_amax
 from te_dist.producers import Producer
 from te_dist.quantizers.base import BufferSpecs, Quantizer, register_value_quantizer
-from te_dist.quantizers.checks import check_has_dimensions, check_small_tensor, matrix_size
+from te_dist.quantizers.checks import check_has_dimensions, check_small_tensor
 from te_dist.tensors.nvfp4 import NVFP4TensorStorage
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -89,6 +89,11 @@ class NVFP4Quantizer(Quantizer):
     def rht_matrix_random_sign_mask_t(self) -> int:
         """The sign pattern as an integer: bit i set means that input i is negated."""
         return HADAMARD_SIGN_MASK if self.with_random_sign_mask else 0
+
+    @property
+    def row_multiple(self) -> int:  # type: ignore[override]
+        """Rows of zeros up to whole blocks change no amax and add nothing to a product."""
+        return NVFP4_BLOCK_SIZE if self.columnwise else 1
 
     def _check_shape(self, shape: Sequence[int]) -> None:
         check_has_dimensions(shape, type(self).__name__)

@@ -7,15 +7,17 @@ follow from that declaration. Letters: M rows, K columns of the logical tensor s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from te_dist.formats import INPUT_DTYPES
+from te_dist.formats import INPUT_DTYPES, matrix_size
 
 if TYPE_CHECKING:
     from te_dist.quantizers.base import Quantizer
+
+S = TypeVar("S", bound="QuantizedStorage")
 
 _STORAGE_CLASSES: dict[str, type[QuantizedStorage]] = {}
 
@@ -69,15 +71,44 @@ class QuantizedStorage:
         self.dtype = dtype
         self.quantizer = quantizer
 
+    @classmethod
+    def _around(
+        cls: type[S],
+        buffers: Mapping[str, Tensor],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+    ) -> S:
+        """The constructor without its checks, for buffers that a quantizer's own description was followed for."""
+        self = cls.__new__(cls)
+        for name in cls.BUFFERS:
+            setattr(self, name, buffers.get(name))
+        self.shape, self.dtype, self.quantizer = shape, dtype, quantizer
+        return self
+
+    def _planes_of(self: S, quantizer: Quantizer) -> S:
+        """This storage with the planes of `quantizer` only, which has its format and no plane that is missing here."""
+        cls = type(self)
+        made = cls.__new__(cls)
+        dropped = (() if quantizer.rowwise else cls.ROW_BUFFERS) + (() if quantizer.columnwise else cls.COLUMN_BUFFERS)
+        for name in cls.BUFFERS:
+            setattr(made, name, None if name in dropped else getattr(self, name))
+        made.shape, made.dtype, made.quantizer = self.shape, self.dtype, quantizer
+        return made
+
     # ---------------------------------------------------------------------------------------- shape and planes
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(M, K): all leading dimensions flattened into rows."""
-        return self.shape[:-1].numel(), self.shape[-1]
+        return matrix_size(self.shape)
 
     @property
     def device(self) -> torch.device:
-        return self.inner_tensors()[0].device
+        for name in self.BUFFERS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                return tensor.device
+        raise ValueError(f"{type(self).__name__} holds no buffer")
 
     @property
     def has_rowwise(self) -> bool:

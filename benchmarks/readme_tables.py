@@ -1,0 +1,111 @@
+"""Writes the tables of the README from the results in benchmarks/results/, so that no figure is ever typed.
+
+python benchmarks/readme_tables.py           # rewrite the README
+python benchmarks/readme_tables.py --check   # exit 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def origin(report: dict[str, Any]) -> str:
+    return f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}."
+
+
+def kernels(report: dict[str, Any]) -> str:
+    """Each kernel at the largest shape that all of them were measured at."""
+    shape = max((tuple(row["shape"]) for row in report["results"]), key=lambda s: (s == (16384, 8192), s))
+    rows = [
+        [row["kernel"], f"{row['us']:.0f}", f"{row['limit_us']:.0f}", f"{100 * row['fraction']:.0f} %"]
+        for row in report["results"]
+        if tuple(row["shape"]) == shape and "limit_us" in row
+    ]
+    text = markdown(["kernel", "us", "limit us", "of the copy bandwidth"], rows)
+    return (
+        f"{shape[0]} x {shape[1]} bf16; the limit is the bytes that must move at the copy bandwidth of the same run, "
+        f"{report['copy_bandwidth_tb_s']:.2f} TB/s. {origin(report)}\n\n{text}"
+    )
+
+
+def gemm(report: dict[str, Any]) -> str:
+    rows = [
+        [
+            "x".join(map(str, row["shape"])),
+            row["format"],
+            row["kind"],
+            f"{row['tflops']:.0f}",
+            f"{row['speedup']:.2f}",
+        ]
+        for row in report["results"]
+        if row["format"] != "bf16"
+    ]
+    text = markdown(["M x N x K", "format", "product", "TFLOP/s", "times bf16"], rows)
+    return f"Against torch's bf16 matmul in the same run. {origin(report)}\n\n{text}"
+
+
+def modules(report: dict[str, Any]) -> str:
+    names = ["delayed", "current", "block", "current compiled"]
+    rows = []
+    for result in report["results"]:
+        shape = "x".join(map(str, result["shape"]))
+        relative = [f"{result['rows'][name]['relative_device']:.2f}" for name in names]
+        floor = result.get("floor", {}).get("current")
+        rows.append([f"{result['case']} {shape}", *relative, "-" if floor is None else f"{floor:.2f}"])
+    header = ["forward + backward, bf16 = 1.00", *names, "floor (current)"]
+    host = report["host"]["host_us"]
+    peaks = next(result["peak_mib"] for result in report["results"] if "peak_mib" in result)
+    lines = [
+        f"Device time relative to bf16 torch modules in the same run. {origin(report)}",
+        "",
+        markdown(header, rows),
+        "",
+        "Host time of a 128x256x256 Linear, forward + backward: "
+        + ", ".join(f"{name} {us:.0f} us" for name, us in host.items())
+        + ". Peak memory of the MLP: "
+        + ", ".join(f"{name} {mib:.0f} MiB" for name, mib in peaks.items())
+        + ".",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"kernels": kernels, "gemm": gemm, "modules": modules}
+
+
+def filled_in(readme: str) -> str:
+    """The README with every ``<!-- table: name -->`` section replaced by what the results say."""
+
+    def section(match: re.Match[str]) -> str:
+        name = match.group(1)
+        report = json.loads((RESULTS / f"{name}.json").read_text())
+        return f"<!-- table: {name} -->\n{TABLES[name](report)}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", section, readme, flags=re.DOTALL)
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    old = path.read_text()
+    new = filled_in(old)
+    if "--check" in sys.argv[1:]:
+        if old != new:
+            print("README.md does not show benchmarks/results/; run python benchmarks/readme_tables.py")
+        return int(old != new)
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

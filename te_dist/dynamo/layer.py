@@ -1,0 +1,429 @@
+"""A layer inside a compiled graph: five ops, and the autograd Function around them.
+
+    te_dist::quantize_weights   weights -> buffers                       (pure)
+    te_dist::update_weights     weights -> existing buffers              (mutates them)
+    te_dist::layer_forward      x, weights -> y, what backward needs     (pure)
+    te_dist::layer_backward     dy, ... -> gradients                     (pure)
+    te_dist::layer_forward_seeded  the same, and seeds for stochastic rounding
+
+and for delayed scaling te_dist::advance_scales and te_dist::record_amaxes, which mutate its buffers.
+
+No ``from __future__ import annotations``: the annotations become op schemas.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.delayed_scaling import advance, record
+from te_dist.dynamo.define import pure_op
+from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
+from te_dist.pipeline.backward import layer_backward as backward_impl
+from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
+from te_dist.pipeline.forward import layer_forward as forward_impl
+from te_dist.pipeline.function import config_of, draw_seeds, flatten_weights, rebuild_weights
+from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved, saves_norm_output
+from te_dist.pipeline.weights import quantize_weight, weight_quantizer
+from te_dist.recipe import Recipe
+from te_dist.tensors.storage import QuantizedStorage
+from te_dist.torch_compat import in_backward
+
+
+# ------------------------------------------------------------------------------------------------- weights
+def _amaxes(config: LayerConfig, scales: Optional[Tensor]) -> Optional[Tensor]:
+    return torch.zeros_like(scales) if config.delayed and scales is not None else None
+
+
+def _quantize_weights(
+    params: Sequence[Optional[Tensor]], scales: Optional[Tensor], config: LayerConfig
+) -> list[Tensor]:
+    """The buffers of all weights, then the amaxes under delayed scaling."""
+    amaxes = _amaxes(config, scales)
+    weights: list[list[TensorOrQuantized]] = []
+    for stage in config.stages:
+        group = []
+        for g in range(stage.spec.weights):
+            param = params[stage.weight_slot + g]
+            assert param is not None
+            group.append(quantize_weight(param, weight_quantizer(config, stage, scales, amaxes, g))[0])
+        weights.append(group)
+    return flatten_weights(weights) + ([] if amaxes is None else [amaxes])
+
+
+@pure_op("quantize_weights")
+def quantize_weights(
+    params: Sequence[Optional[Tensor]], scales: Optional[Tensor], spec: LayerSpec, recipe: Recipe, flags: CallFlags
+) -> list[Tensor]:
+    return _quantize_weights(params, scales, config_of(spec, recipe, flags))
+
+
+@quantize_weights.register_fake
+def _(params: Any, scales: Any, spec: Any, recipe: Any, flags: Any) -> list[Tensor]:
+    with kernels.shapes_only():
+        return _quantize_weights(params, scales, config_of(spec, recipe, flags))
+
+
+@torch.library.custom_op("te_dist::update_weights", mutates_args=("workspaces", "amaxes"))
+def update_weights(
+    params: Sequence[Optional[Tensor]],
+    workspaces: Sequence[Tensor],
+    amaxes: Tensor,
+    scales: Optional[Tensor],
+    skip: Optional[Tensor],
+    spec: LayerSpec,
+    recipe: Recipe,
+    flags: CallFlags,
+) -> None:
+    """Quantize the weights into their workspaces, unless the flag `skip` is set."""
+    config = config_of(spec, recipe, flags)
+    for stage, storages in zip(config.stages, rebuild_weights(config, params, workspaces), strict=True):
+        for g, storage in enumerate(storages):
+            param = params[stage.weight_slot + g]
+            if isinstance(storage, QuantizedStorage) and param is not None:
+                quantize_weight(param, weight_quantizer(config, stage, scales, amaxes, g), storage, True, skip)
+
+
+@update_weights.register_fake
+def _(params: Any, workspaces: Any, amaxes: Any, scales: Any, skip: Any, spec: Any, recipe: Any, flags: Any) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------- forward
+def _forward(
+    x: Tensor,
+    params: Sequence[Optional[Tensor]],
+    weights: Sequence[Tensor],
+    scales: Optional[Tensor],
+    splits: Sequence[int],
+    offsets: Optional[Tensor],
+    config: LayerConfig,
+    out_dtype: torch.dtype,
+) -> list[Tensor]:
+    """y, the norm's output if it is returned, the amaxes under delayed scaling, what backward needs."""
+    amaxes = _amaxes(config, scales)
+    result = forward_impl(
+        FwdArgs(
+            x=kernels.as_rows(x),
+            params=list(params),
+            # Unquantized weights are multiplied in the result's dtype, as in eager code.
+            weights=[
+                [w.to(out_dtype) if isinstance(w, Tensor) else w for w in stage]
+                for stage in rebuild_weights(config, params, weights)
+            ],
+            config=config,
+            out_dtype=out_dtype,
+            scales=scales,
+            amaxes=amaxes,
+            splits=list(splits) or None,
+            offsets=offsets,
+        )
+    )
+    lead = x.shape[:-1]
+    out = [result.out.view(*lead, result.out.shape[-1])]
+    if result.norm_output is not None:
+        out.append(result.norm_output.view(*lead, result.norm_output.shape[-1]))
+    if amaxes is not None:
+        out.append(amaxes)
+    saved = flatten_saved(result.saved)
+    return out + (saved[1:] if saves_norm_output(config) else saved)
+
+
+@pure_op("layer_forward")
+def layer_forward(
+    x: Tensor,
+    params: Sequence[Optional[Tensor]],
+    weights: Sequence[Tensor],
+    scales: Optional[Tensor],
+    splits: Sequence[int],
+    offsets: Optional[Tensor],
+    spec: LayerSpec,
+    recipe: Recipe,
+    flags: CallFlags,
+    out_dtype: torch.dtype,
+) -> list[Tensor]:
+    return _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
+
+
+@layer_forward.register_fake
+def _(
+    x: Any, params: Any, weights: Any, scales: Any, splits: Any, offsets: Any, spec: Any, recipe: Any, flags: Any,
+    out_dtype: Any,
+) -> list[Tensor]:  # fmt: skip
+    with kernels.shapes_only():
+        return _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
+
+
+# A layer whose gradients are rounded stochastically draws their seeds in forward, so that a second backward and a
+# recomputed forward see the same ones. In an op of its own, a partitioner would move the draw into backward.
+@pure_op("layer_forward_seeded", tags=(torch.Tag.nondeterministic_seeded,))
+def layer_forward_seeded(
+    x: Tensor,
+    params: Sequence[Optional[Tensor]],
+    weights: Sequence[Tensor],
+    scales: Optional[Tensor],
+    splits: Sequence[int],
+    offsets: Optional[Tensor],
+    spec: LayerSpec,
+    recipe: Recipe,
+    flags: CallFlags,
+    out_dtype: torch.dtype,
+) -> list[Tensor]:
+    """layer_forward, and the seeds at the end."""
+    made = _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
+    return [*made, draw_seeds(spec, x)]
+
+
+@layer_forward_seeded.register_fake
+def _(
+    x: Any, params: Any, weights: Any, scales: Any, splits: Any, offsets: Any, spec: Any, recipe: Any, flags: Any,
+    out_dtype: Any,
+) -> list[Tensor]:  # fmt: skip
+    with kernels.shapes_only():
+        made = _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
+    return [*made, torch.empty((spec.seed_count, 2), dtype=torch.int64, device=x.device)]
+
+
+# ------------------------------------------------------------------------------------------------- backward
+def _backward(
+    dy: Tensor,
+    dnorm_output: Optional[Tensor],
+    x: Optional[Tensor],
+    params: Sequence[Optional[Tensor]],
+    weights: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    scales: Optional[Tensor],
+    seeds: Optional[Tensor],
+    splits: Sequence[int],
+    offsets: Optional[Tensor],
+    config: LayerConfig,
+    x_dtype: torch.dtype,
+    rows: int,
+) -> list[Tensor]:
+    """dx if it is wanted, the wanted gradients in the order of the slots, the amaxes under delayed scaling."""
+    amaxes = _amaxes(config, scales)
+    depths = [_param(params, stage.weight_slot).shape[-1] for stage in config.stages]
+    split_list = list(splits) or None
+    result = backward_impl(
+        BwdArgs(
+            dy=kernels.as_rows(dy),
+            dnorm_output=None if dnorm_output is None else kernels.as_rows(dnorm_output),
+            x=None if x is None else kernels.as_rows(x),
+            params=list(params),
+            weights=_dgrad_weights(config, params, weights),
+            saved=rebuild_saved(config, iter(saved), rows, depths, x_dtype, split_list),
+            config=config,
+            x_dtype=x_dtype,
+            param_dtypes=[
+                None if p is None else (config.flags.weight_grad_dtype or p.dtype) if is_weight else p.dtype
+                for p, is_weight in zip(params, _weight_slots(config), strict=True)
+            ],
+            scales=scales,
+            amaxes=amaxes,
+            seeds=seeds,
+            splits=split_list,
+            offsets=offsets,
+        )
+    )
+    gradients = [result.dx] if config.flags.input_grad else []
+    gradients += [g for g, wanted in zip(result.dparams, config.flags.param_grads, strict=True) if wanted]
+    missing = next((i for i, g in enumerate(gradients) if g is None), None)
+    assert missing is None, f"gradient {missing} was not computed"
+    return [g for g in gradients if g is not None] + ([] if amaxes is None else [amaxes])
+
+
+def _param(params: Sequence[Optional[Tensor]], slot: int) -> Tensor:
+    param = params[slot]
+    assert param is not None
+    return param
+
+
+def _weight_slots(config: LayerConfig) -> list[bool]:
+    slots = [False] * config.spec.param_count
+    for stage in config.stages:
+        for slot in range(stage.weight_slot, stage.bias_slot):
+            slots[slot] = True
+    return slots
+
+
+def _dgrad_weights(
+    config: LayerConfig, params: Sequence[Optional[Tensor]], flat: Sequence[Tensor]
+) -> list[list[TensorOrQuantized]]:
+    """What dgrad reads: the plane that ``dgrad_planes`` kept of each weight, or the parameter."""
+    tensors = iter(flat)
+    weights: list[list[TensorOrQuantized]] = []
+    for stage in config.stages:
+        group: list[TensorOrQuantized] = []
+        for slot in range(stage.weight_slot, stage.bias_slot):
+            param = _param(params, slot)
+            plane = stage.dgrad_plane
+            if plane is None:
+                group.append(param)
+            else:
+                group.append(assemble(tensors, plane, (param.shape[0], param.shape[1]), param.dtype))
+        weights.append(group)
+    return weights
+
+
+@pure_op("layer_backward")
+def layer_backward(
+    dy: Tensor,
+    dnorm_output: Optional[Tensor],
+    x: Optional[Tensor],
+    params: Sequence[Optional[Tensor]],
+    weights: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    scales: Optional[Tensor],
+    seeds: Optional[Tensor],
+    splits: Sequence[int],
+    offsets: Optional[Tensor],
+    spec: LayerSpec,
+    recipe: Recipe,
+    flags: CallFlags,
+    x_dtype: torch.dtype,
+    rows: int,
+) -> list[Tensor]:
+    config = config_of(spec, recipe, flags)
+    return _backward(dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows)
+
+
+@layer_backward.register_fake
+def _(
+    dy: Any, dnorm_output: Any, x: Any, params: Any, weights: Any, saved: Any, scales: Any, seeds: Any, splits: Any,
+    offsets: Any, spec: Any, recipe: Any, flags: Any, x_dtype: Any, rows: Any,
+) -> list[Tensor]:  # fmt: skip
+    config = config_of(spec, recipe, flags)
+    with kernels.shapes_only():
+        return _backward(
+            dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows
+        )
+
+
+# ------------------------------------------------------------------------------------------------- small ones
+@torch.library.custom_op("te_dist::advance_scales", mutates_args=("history", "scales"))
+def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
+    if not in_backward():  # a recomputed forward uses the scales that the first one had
+        advance(history, scales, largest, margin, algorithm)
+
+
+@advance_scales.register_fake
+def _(history: Any, scales: Any, largest: Any, margin: Any, algorithm: Any) -> None:
+    pass
+
+
+@torch.library.custom_op("te_dist::record_amaxes", mutates_args=("history",))
+def record_amaxes(history: Tensor, amaxes: Tensor, of_forward: bool) -> None:
+    if not (of_forward and in_backward()):
+        record(history, amaxes)
+
+
+@record_amaxes.register_fake
+def _(history: Any, amaxes: Any, of_forward: Any) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------- autograd
+class CompiledLayer(torch.autograd.Function):
+    """The compiled twin of ``EagerLayer``. `weights` are the quantized buffers, made outside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        spec: LayerSpec,
+        recipe: Recipe,
+        flags: CallFlags,
+        out_dtype: torch.dtype,
+        splits: list[int],
+        weight_count: int,
+        kept_weights: list[int],
+        saves: tuple[bool, bool],
+        delayed: bool,
+        draws_seeds: bool,
+        offsets: Optional[Tensor],
+        scales: Optional[Tensor],
+        history: Optional[Tensor],
+        *tensors: Optional[Tensor],
+    ) -> Any:
+        weights, params = tensors[:weight_count], tensors[weight_count:]
+        op = torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
+        made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
+        seeds = None
+        if draws_seeds:
+            made, seeds = made[:-1], made[-1]
+        results = 2 if spec.return_norm_output else 1
+        first_saved = results
+        if delayed:
+            torch.ops.te_dist.record_amaxes(history, made[results], True)
+            first_saved += 1
+        kept = [weights[i] for i in kept_weights]
+        ctx.counts = (len(kept), len(params))
+        ctx.no_gradients = (None,) * (13 + weight_count)
+        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype)
+        saves_input, saves_norm = saves
+        norm_output = [made[1]] if saves_norm else []
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(
+            x if saves_input else None,
+            seeds,
+            scales,
+            history,
+            offsets,
+            *kept,
+            *params,
+            *norm_output,
+            *made[first_saved:],
+        )
+        if results == 2:
+            return made[0], made[1]
+        return made[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor, dnorm_output: Optional[Tensor] = None) -> Any:
+        x, seeds, scales, history, offsets, *rest = ctx.saved_tensors
+        kept_count, param_count = ctx.counts
+        kept, params = rest[:kept_count], rest[kept_count : kept_count + param_count]
+        saved = rest[kept_count + param_count :]
+        spec, recipe, flags, splits, delayed, x_dtype = ctx.constants
+        rows = 1
+        for size in ctx.x_shape[:-1]:
+            rows = rows * size
+        made = torch.ops.te_dist.layer_backward(
+            dy, dnorm_output, x, list(params), list(kept), list(saved), scales, seeds, splits,
+            offsets, spec, recipe, flags, x_dtype, rows,
+        )  # fmt: skip
+        if delayed:
+            torch.ops.te_dist.record_amaxes(history, made[-1], False)
+        at = 0
+        dx = None
+        if flags.input_grad:
+            dx = made[0].view(ctx.x_shape)
+            at = 1
+        dparams = []
+        for wanted in flags.param_grads:
+            if wanted:
+                dparams.append(made[at])
+                at += 1
+            else:
+                dparams.append(None)
+        return dx, *ctx.no_gradients, *dparams
+
+
+def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool]]:
+    """Which of the weight buffers backward keeps, and whether it needs the input and the returned norm's output:
+    constants of a compiled call."""
+    kept: list[int] = []
+    at = 0
+    for stage in config.stages:
+        for _ in range(stage.spec.weights):
+            if stage.weight is None:
+                continue
+            names = list(stage.weight._describe_buffers((32, 32)))
+            plane = stage.dgrad_plane
+            wanted = [] if plane is None else list(plane._describe_buffers((32, 32)))
+            kept.extend(at + i for i, name in enumerate(names) if name in wanted)
+            at += len(names)
+    return kept, (needs_input(config), saves_norm_output(config))

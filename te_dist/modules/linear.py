@@ -1,0 +1,114 @@
+"""te_dist.Linear: torch.nn.Linear whose products run on quantized operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.split_parameters import SplitParameters
+from te_dist.pipeline.config import LayerSpec, StageSpec
+from te_dist.recipe import Recipe
+
+InitMethod = Callable[[Tensor], Any]
+
+
+class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
+    """y = x W^T + b with quantized x, W and dy. Parameters, names and initialisation are nn.Linear's.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for nn.Linear. device may be "meta".
+        recipe: how operands are quantized; None takes the recipe of the surrounding ``te_dist.autocast``, and without
+            one the layer computes like nn.Linear.
+        params_dtype: another name of dtype.
+        init_method: fills the weight in place, instead of nn.Linear's initialisation.
+        return_bias: do not add the bias; return (y, bias).
+        parameters_split: names, or a dict of names to rows: the weight is held as ``<name>_weight`` parameters.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` in the product itself.
+        delay_wgrad_compute: compute the weight's gradient when ``backward_dw()`` is called.
+        save_original_input: keep x itself for backward, not its quantized copy: for inputs that are alive anyway.
+        name: what error messages and recipes by role call the layer.
+
+    Example:
+        >>> import torch, te_dist
+        >>> layer = te_dist.Linear(64, 32, recipe=te_dist.recipe.Float8CurrentScaling())
+        >>> layer(torch.ones(8, 64)).shape
+        torch.Size([8, 32])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | None = None,
+        params_dtype: torch.dtype | None = None,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self._init_method: InitMethod | None = None
+        torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype or params_dtype)
+        if init_method is not None:
+            self._init_method = init_method
+            self.reset_parameters()
+        self.return_bias = return_bias
+        self._split_parameters(parameters_split, out_features, fuse_wgrad_accumulation)
+        spec = linear_spec(bias and not return_bias, name or "", save_original_input)
+        self._init_layer(
+            spec,
+            recipe,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+
+    def reset_parameters(self) -> None:
+        self._reset_delayed()
+        if getattr(self, "parameter_splits", None):
+            self._reset_parts(self._init_method)
+            return
+        torch.nn.Linear.reset_parameters(self)
+        weight = self.weight
+        if self._init_method is not None and weight.device.type != "meta":
+            with torch.no_grad():
+                self._init_method(weight)
+
+    def _slots(self) -> list[Tensor | None]:
+        weight, bias = self._weight_and_bias()
+        return [weight, None if self.return_bias else bias]
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        skip_weight_update: Tensor | None = None,
+    ) -> Any:
+        """
+        Args:
+            inp: [..., in_features].
+            is_first_microbatch: True quantizes the weight and keeps it, False reuses it, None keeps nothing.
+            skip_weight_update: float32 [1] on the device; if it is not 0, the kept weight stays as it is.
+        """
+        out = self._run(inp, is_first_microbatch, skip_weight_update)
+        return (out, self._weight_and_bias()[1]) if self.return_bias else out
+
+    def extra_repr(self) -> str:
+        bias = bool(self._parts("bias")) if self.parameter_splits else self.bias is not None
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        if self.parameter_splits:
+            text += f", parameters_split={self.parameter_splits}"
+        return f"{text}, recipe={self.recipe!r}"
+
+
+def linear_spec(has_bias: bool, name: str, save_original_input: bool = False) -> LayerSpec:
+    return LayerSpec((StageSpec(has_bias=has_bias),), "linear", name, save_original_input=save_original_input)

@@ -1,0 +1,56 @@
+"""Making and initialising parameters, for the modules that are not nn.Linear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def check_normalization(module: str, normalization: str) -> None:
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"{module} expects normalization in {NORMALIZATIONS} but got {normalization!r}")
+
+
+def make_weight(
+    module: Module, name: str, rows: int, cols: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> None:
+    module.register_parameter(name, Parameter(torch.empty(rows, cols, device=device, dtype=dtype)))
+
+
+def make_bias(
+    module: Module, name: str, size: int | None, device: torch.device | str | None, dtype: torch.dtype | None
+) -> None:
+    """None registers no bias, as nn.Linear does."""
+    made = None if size is None else Parameter(torch.empty(size, device=device, dtype=dtype))
+    module.register_parameter(name, made)
+
+
+def make_norm(
+    module: Module,
+    prefix: str,
+    size: int,
+    with_bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    make_bias(module, f"{prefix}_weight", size, device, dtype)
+    make_bias(module, f"{prefix}_bias", size if with_bias else None, device, dtype)
+
+
+def reset_norm(module: Module, prefix: str, zero_centered: bool) -> None:
+    weight, bias = getattr(module, f"{prefix}_weight"), getattr(module, f"{prefix}_bias")
+    with torch.no_grad():
+        weight.fill_(0.0 if zero_centered else 1.0)
+        if bias is not None:
+            bias.zero_()
+
+
+def reset_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """nn.Linear's own initialisation."""
+    torch.nn.init.kaiming_uniform_(weight, a=5**0.5)
+    if bias is not None:
+        bound = weight.shape[1] ** -0.5 if weight.shape[1] > 0 else 0
+        torch.nn.init.uniform_(bias, -bound, bound)

@@ -1,0 +1,241 @@
+"""The backward pass: the stages in reverse. Each hands the gradient of its input to the one below as a producer, so
+that an activation's gradient is made by the quantize that reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.gemm import gemm
+from te_dist.pipeline import device_groups
+from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
+from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
+from te_dist.pipeline.operands import first_rows, high_precision, quantize_operand, split_rows
+from te_dist.producers import ActivationGradient, Plain, Producer
+from te_dist.tensors.storage import QuantizedStorage
+
+
+@dataclasses.dataclass(slots=True)
+class WeightGradient:
+    """One weight's gradient, computed now or later."""
+
+    dy: TensorOrQuantized
+    x: TensorOrQuantized
+    dtype: torch.dtype
+    split_accumulator: bool | None
+    out: Tensor | None  # main_grad
+    accumulate: bool
+
+    def run(self) -> Tensor:
+        return gemm(
+            self.dy,
+            self.x,
+            kind="wgrad",
+            out_dtype=self.dtype if self.out is None else self.out.dtype,
+            out=self.out,
+            accumulate=self.accumulate,
+            use_split_accumulator=self.split_accumulator,
+        )
+
+
+def layer_backward(args: BwdArgs) -> BwdResult:
+    """Consumes `args`: what a stage has used is let go of at once, because gradients take the memory next."""
+    config = args.config
+    result = BwdResult(None, [None] * config.spec.param_count)
+    sources: list[Producer] = [Plain(args.dy)]
+    args.dy = None  # type: ignore[assignment]
+    for index in reversed(range(len(config.stages))):
+        stage, saved = config.stages[index], args.saved[index]
+        da = _stage_products(args, index, stage, saved, sources, result)
+        if da is None:
+            return result
+        sources.append(_through_producer(args, stage, saved, da, result, first=index == 0))
+        del da, saved
+        args.saved[index] = StageSaved()
+        args.weights[index] = []
+    if config.flags.input_grad:
+        result.dx = kernels.materialize(sources.pop())
+    return result
+
+
+def _stage_products(
+    args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, sources: list[Producer], result: BwdResult
+) -> Tensor | None:
+    """The gradients of weight and bias, and of the operand that the stage consumed. Takes the one source."""
+    source = sources.pop()
+    if args.offsets is not None:
+        return device_groups.backward_products(args, index, stage, saved, source, result)
+    if not stage.spec.groups:
+        sources.append(source)
+        del source
+        da = _group_products(args, index, stage, saved, sources, 0, result)
+        return None if da is None else stage.spec.comm.reduce(stage.spec.comm.plan.dx, da)
+    parts = split_rows(source, args.splits)
+    das = [_group_products(args, index, stage, saved, [part], group, result) for group, part in enumerate(parts)]
+    present = [da for da in das if da is not None]
+    return stage.spec.comm.reduce(stage.spec.comm.plan.dx, torch.cat(present)) if present else None
+
+
+def _group_products(
+    args: BwdArgs,
+    index: int,
+    stage: StageConfig,
+    saved: StageSaved,
+    sources: list[Producer],
+    group: int,
+    result: BwdResult,
+) -> Tensor | None:
+    comm, plan = stage.spec.comm, stage.spec.comm.plan
+    source = sources.pop()
+    rows = source.shape[0]
+    if stage.needs_bias_grad:
+        source.want_column_sums()
+    quantized: QuantizedStorage | None = None
+    if stage.dy is not None:
+        seed = None if args.seeds is None else args.seeds[stage.seed_index(group)]
+        quantized = quantize_operand(
+            args.config, stage, "grad_output", stage.dy, source, args.scales, args.amaxes, seed, group
+        )
+    plain = _plain_gradient(stage, source, quantized)
+    if stage.needs_bias_grad:
+        slot = stage.bias_slot + group
+        dtype = args.param_dtypes[slot]
+        assert dtype is not None
+        result.dparams[slot] = kernels.column_sums(source, dtype)
+    del source
+    da: Tensor | None = None
+    if stage.needs_dgrad:
+        dy = quantized if stage.dgrad and quantized is not None else plain
+        assert dy is not None
+        da = _dgrad(args, stage, comm.gather(plan.dy, dy), args.weights[index][group], rows)
+        del dy
+    if stage.needs_wgrad:
+        if stage.wgrad and quantized is not None:
+            assert stage.dy_column is not None
+            quantized = quantized._planes_of(stage.dy_column)  # the row plane has been used
+        dy = quantized if stage.wgrad and quantized is not None else plain
+        assert dy is not None
+        x = comm.gather(plan.x, _wgrad_input(args, stage, saved, group))
+        _wgrad(args, stage, comm.gather(plan.dy, dy), x, stage.weight_slot + group, result)
+    return da
+
+
+def _plain_gradient(stage: StageConfig, source: Producer, quantized: QuantizedStorage | None) -> Tensor | None:
+    """The gradient in high precision, where some product reads it like that."""
+    for needed, is_quantized in ((stage.needs_dgrad, stage.dgrad), (stage.needs_wgrad, stage.wgrad)):
+        if needed and not (is_quantized and quantized is not None):
+            return kernels.materialize(source)
+    return None
+
+
+def _dgrad(args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, weight: TensorOrQuantized, rows: int) -> Tensor:
+    if stage.dequantized_backward:
+        weight = high_precision(weight, args.x_dtype)
+    elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
+        weight = weight.to(dy.dtype)
+    da = gemm(dy, weight, kind="dgrad", out_dtype=args.x_dtype, use_split_accumulator=stage.split_accumulator[1])
+    return first_rows(da, rows)
+
+
+def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved, group: int) -> TensorOrQuantized:
+    """x as wgrad reads it: the plane that was kept, or the layer's input again."""
+    if saved.x is not None and (len(saved.x) == stage.spec.weights or not stage.spec.groups):
+        x = saved.x[group]
+    else:
+        whole = args.x if saved.x is None else saved.x[0]
+        assert whole is not None
+        x = whole
+        if stage.spec.groups:
+            assert isinstance(whole, Tensor) and args.splits is not None
+            x = whole.split(args.splits)[group]
+    if stage.dequantized_backward or not stage.wgrad:
+        return high_precision(x, args.x_dtype)
+    if stage.wgrad and isinstance(x, Tensor) and stage.x is not None:  # save_original_input
+        column = stage.x.with_usage(rowwise=False, columnwise=True)
+        scratch = None if args.amaxes is None else torch.zeros_like(args.amaxes)  # forward has recorded it
+        return quantize_operand(args.config, stage, "input", column, Plain(x), args.scales, scratch, group=group)
+    return x
+
+
+def _wgrad(
+    args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, x: TensorOrQuantized, slot: int, result: BwdResult
+) -> None:
+    if not args.config.flags.param_grads[slot]:
+        return
+    if isinstance(dy, Tensor) and isinstance(x, Tensor) and x.dtype != dy.dtype:
+        x = x.to(dy.dtype)
+    dy, x = _same_rows(dy, x)
+    dtype = args.param_dtypes[slot]
+    assert dtype is not None
+    main_grad = None if args.main_grads is None else args.main_grads[slot]
+    product = WeightGradient(
+        dy,
+        x,
+        dtype,
+        stage.split_accumulator[2],
+        main_grad,
+        main_grad is not None and slot not in args.overwrite_main_grads,
+    )
+    if args.wgrad_store is not None:
+        args.wgrad_store.append((slot, product))
+    elif main_grad is not None:
+        product.run()
+    else:
+        result.dparams[slot] = product.run()
+
+
+def _same_rows(dy: TensorOrQuantized, x: TensorOrQuantized) -> tuple[TensorOrQuantized, TensorOrQuantized]:
+    """One of the two may have been padded for its quantizer, and the other not because it is plain."""
+    rows = max(dy.shape[0], x.shape[0])
+    padded = [
+        torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[0])) if isinstance(t, Tensor) and t.shape[0] != rows else t
+        for t in (dy, x)
+    ]
+    return padded[0], padded[1]
+
+
+def _through_producer(
+    args: BwdArgs, stage: StageConfig, saved: StageSaved, da: Tensor, result: BwdResult, first: bool
+) -> Producer:
+    """From the gradient of what the GEMM consumed to the gradient of what the stage got."""
+    x = saved.produced_from if saved.produced_from is not None else args.x
+    if stage.spec.produce == ACTIVATION:
+        assert isinstance(x, Tensor)
+        return ActivationGradient(da, x, stage.spec.activation)
+    if stage.spec.produce != NORM:
+        return Plain(da)
+    assert isinstance(x, Tensor) and saved.rstd is not None
+    if first and args.dnorm_output is not None:
+        da = da + args.dnorm_output
+    slot = stage.first_param
+    weight = args.params[slot]
+    assert weight is not None
+    wants_weight, wants_bias = args.config.flags.param_grads[slot : slot + 2]
+    dx, dweight, dbias = kernels.norm_backward(
+        da.to(x.dtype),
+        x,
+        weight,
+        saved.mean,
+        saved.rstd,
+        zero_centered=stage.spec.zero_centered,
+        weight_grad=wants_weight,
+        bias_grad=wants_bias,
+    )
+    result.dparams[slot], result.dparams[slot + 1] = dweight, dbias
+    return Plain(dx)
+
+
+def run_delayed(products: Sequence[Any]) -> dict[int, Tensor]:
+    """The products that ``wgrad_store`` has collected: gradients by parameter slot."""
+    gradients: dict[int, Tensor] = {}
+    for item in products:
+        slot, product = item
+        gradient = product.run()
+        if product.out is None:
+            gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient
+    return gradients

@@ -1,0 +1,232 @@
+"""A grouped stage whose group sizes only the device knows: nothing here is read on the host.
+
+Letters: M rows of all groups, E groups, K in, N out. `offsets` int32 [E] says where each group ends.
+
+Without the sizes, a group cannot be quantized for itself. What is computed:
+
+    x, dy      the rows of all groups are quantized at once, row planes only. Scales along a row (MXFP8, 1x128 blocks)
+               are those that each group would get; a per-tensor scale (or NVFP4's outer one) is that of all rows
+               together, and delayed scaling uses and records the scale of group 0.
+    weights    as always: one quantized weight per group.
+    fprop, dgrad   per-tensor E4M3 on Hopper and datacenter Blackwell: torch's scaled_grouped_mm. All else: the
+               operands are dequantized, rounded to bf16, and multiplied by torch's grouped_mm.
+    wgrad      grouped_mm of the dequantized row planes of dy and x: no Hadamard transform, no column plane.
+    bias       added to y in bf16; its gradient sums the unquantized dy.
+
+All products add up in float32 and return bf16, hence so do the gradients of weights and biases before they are cast to
+their parameter's dtype. Below compute capability 9 torch's grouped_mm itself reads the offsets on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.formats import round_up
+from te_dist.gemm_grouped import grouped_gemm, has_grouped_kernel
+from te_dist.gemm_native import padded
+from te_dist.pipeline.args import BwdArgs, BwdResult, FwdArgs, StageSaved, TensorOrQuantized
+from te_dist.pipeline.config import StageConfig
+from te_dist.pipeline.operands import high_precision, quantize_operand
+from te_dist.producers import Plain, Producer
+from te_dist.tensors.storage import QuantizedStorage
+
+DTYPE = torch.bfloat16  # of the operands and results of grouped_mm
+MULTIPLE = 16  # of the sizes that its kernels take; zeros fill up
+
+
+def check_offsets(offsets: Tensor, rows: int) -> None:
+    """Stop the device if the groups are not what the rows hold. The host does not wait for the answer."""
+    sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    torch._assert_async(
+        ((offsets[-1] == rows) & (sizes >= 0).all()),
+        f"GroupedLinear expects m_splits that are not negative and add up to the {rows} rows of the input",
+    )
+
+
+def fprop(args: FwdArgs, stage: StageConfig, x: TensorOrQuantized, weights: list[TensorOrQuantized]) -> Tensor:
+    offsets = args.offsets
+    assert offsets is not None
+    features = weights[0].shape[0]
+    if kernels.is_shapes_only():
+        return torch.empty((x.shape[0], features), dtype=args.out_dtype, device=x.device)
+    check_offsets(offsets, x.shape[0])
+    y = _rows_product("fprop", x, weights, offsets, wants_float32=stage.split_accumulator[0] is True)
+    biases = args.params[stage.bias_slot : stage.bias_slot + stage.spec.groups]
+    if stage.spec.has_bias:
+        table = torch.stack([bias for bias in biases if bias is not None]).to(y.dtype)
+        y = y + table[_group_of_rows(offsets, y.shape[0])]
+    return y.to(args.out_dtype)
+
+
+def backward_products(
+    args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, source: Producer, result: BwdResult
+) -> Tensor | None:
+    """The gradients of weights and biases into `result`; returns that of x."""
+    offsets = args.offsets
+    assert offsets is not None
+    dy: TensorOrQuantized
+    dy = plain = kernels.materialize(source)
+    if stage.dy is not None:
+        seed = None if args.seeds is None else args.seeds[stage.seed_index()]
+        dy = quantize_operand(args.config, stage, "grad_output", stage.dy, Plain(plain), args.scales, args.amaxes, seed)
+    if stage.needs_bias_grad:
+        _bias_gradients(args, stage, plain, offsets, result)
+    if stage.needs_wgrad:
+        x = _wgrad_input(args, stage, saved)
+        _weight_gradients(args, stage, WeightGradients(dy if stage.wgrad else plain, x, offsets), result)
+    if not stage.needs_dgrad:
+        return None
+    weights = args.weights[index]
+    if kernels.is_shapes_only():
+        return torch.empty((plain.shape[0], weights[0].shape[1]), dtype=args.x_dtype, device=plain.device)
+    if stage.dequantized_backward:  # what was kept is the row plane, which dgrad's kernel does not read
+        weights = [high_precision(weight, DTYPE) for weight in weights]
+    return _rows_product("dgrad", dy if stage.dgrad else plain, weights, offsets).to(args.x_dtype)
+
+
+# ------------------------------------------------------------------------------------------------- fprop and dgrad
+def _rows_product(
+    kind: str, a: TensorOrQuantized, weights: list[TensorOrQuantized], offsets: Tensor, wants_float32: bool = False
+) -> Tensor:
+    """x . w^T or dy . w of every group: [M, N] or [M, K] in bf16."""
+    rows, cols = weights[0].shape
+    if a.shape[0] == 0:  # no kernel for nothing
+        return torch.zeros((0, rows if kind == "fprop" else cols), dtype=DTYPE, device=a.device)
+    # The kernel's fprop adds up in the tensor cores' short accumulator: not for a recipe that asks for float32.
+    if not wants_float32 and not isinstance(a, Tensor) and _has_kernel(kind, a, weights):
+        return grouped_gemm(a, weights, kind=kind, out_dtype=DTYPE, offsets=offsets)
+    _announce_emulation(kind, a, weights[0])
+    values = torch.stack([_fitted(_weight_values(kind, weight), round_up(rows, MULTIPLE)) for weight in weights])
+    product = grouped_gemm(_fitted(_values(a)), values, kind=kind, out_dtype=DTYPE, offsets=offsets)
+    return product[:, : rows if kind == "fprop" else cols].contiguous()
+
+
+def _announce_emulation(kind: str, a: TensorOrQuantized, b: TensorOrQuantized) -> None:
+    formats = tuple(t.FORMAT for t in (a, b) if isinstance(t, QuantizedStorage))
+    if formats and a.device.type != "cpu":  # as te_dist.gemm: on a CPU nothing is native, and nobody asks
+        _announce_once(kind, " x ".join(dict.fromkeys(formats)))
+
+
+@functools.cache
+def _announce_once(kind: str, formats: str) -> None:
+    warnings.warn(
+        f"te_dist: GroupedLinear's {kind} of {formats} with m_splits on the device is emulated (dequantize, then "
+        f"grouped_mm in bfloat16); m_splits as a list uses the kernels of single products",
+        stacklevel=2,
+    )
+
+
+def _has_kernel(kind: str, a: TensorOrQuantized, weights: list[TensorOrQuantized]) -> bool:
+    return has_grouped_kernel(a, weights, kind=kind, out_dtype=DTYPE)
+
+
+def _weight_values(kind: str, weight: TensorOrQuantized) -> Tensor:
+    """The values of the plane that the product reads: dgrad's are those of the column plane."""
+    if isinstance(weight, QuantizedStorage) and kind == "dgrad" and weight.has_columnwise:
+        weight = weight.with_usage(rowwise=False, columnwise=True)
+    return _values(weight)
+
+
+def _values(operand: TensorOrQuantized) -> Tensor:
+    return high_precision(operand, DTYPE).detach().to(DTYPE)
+
+
+def _fitted(matrix: Tensor, rows: int | None = None) -> Tensor:
+    """A matrix with zeros up to a width that the kernels take, and up to `rows`; the number of tokens is free."""
+    return padded(matrix, rows or matrix.shape[0], round_up(matrix.shape[1], MULTIPLE)).contiguous()
+
+
+def _group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """int64 [M]: which group each row belongs to."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
+
+
+# ------------------------------------------------------------------------------------------------- wgrad
+class WeightGradients:
+    """The products of all groups, computed once, when the first of them is asked for."""
+
+    def __init__(self, dy: TensorOrQuantized, x: TensorOrQuantized, offsets: Tensor) -> None:
+        self._operands: tuple[TensorOrQuantized, TensorOrQuantized, Tensor] | None = (dy, x, offsets)
+        self._made: Tensor | None = None
+
+    def __getitem__(self, group: int) -> Tensor:
+        if self._made is None:
+            assert self._operands is not None
+            (dy, x, offsets), self._operands = self._operands, None
+            self._made = columns_product(dy, x, offsets)
+        return self._made[group]
+
+
+@dataclasses.dataclass(slots=True)
+class WeightGradient:
+    """One group's gradient, as backward.WeightGradient: computed now or later."""
+
+    products: WeightGradients
+    group: int
+    dtype: torch.dtype
+    out: Tensor | None  # main_grad
+    accumulate: bool
+
+    def run(self) -> Tensor:
+        gradient = self.products[self.group]
+        if self.out is None:
+            return gradient.to(self.dtype)
+        return self.out.add_(gradient) if self.accumulate else self.out.copy_(gradient)
+
+
+def columns_product(dy: TensorOrQuantized, x: TensorOrQuantized, offsets: Tensor) -> Tensor:
+    """dy^T . x of every group: bf16 [E, N, K]."""
+    features, depth = dy.shape[1], x.shape[1]
+    if kernels.is_shapes_only():
+        return torch.empty((offsets.shape[0], features, depth), dtype=DTYPE, device=dy.device)
+    if dy.shape[0] == 0:
+        return torch.zeros((offsets.shape[0], features, depth), dtype=DTYPE, device=dy.device)
+    _announce_emulation("wgrad", dy, x)
+    made = grouped_gemm(_fitted(_values(dy)), _fitted(_values(x)), kind="wgrad", out_dtype=DTYPE, offsets=offsets)
+    return made[:, :features, :depth].contiguous()
+
+
+def _weight_gradients(args: BwdArgs, stage: StageConfig, products: WeightGradients, result: BwdResult) -> None:
+    for group in range(stage.spec.groups):
+        slot = stage.weight_slot + group
+        if not args.config.flags.param_grads[slot]:
+            continue
+        dtype = args.param_dtypes[slot]
+        assert dtype is not None
+        main_grad = None if args.main_grads is None else args.main_grads[slot]
+        accumulate = main_grad is not None and slot not in args.overwrite_main_grads
+        product = WeightGradient(products, group, dtype, main_grad, accumulate)
+        if args.wgrad_store is not None:
+            args.wgrad_store.append((slot, product))
+        elif main_grad is not None:
+            product.run()
+        else:
+            # Not a view of all groups' gradients: an op must not return one memory twice.
+            result.dparams[slot] = product.run().clone()
+
+
+def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved) -> TensorOrQuantized:
+    """x as wgrad reads it: the row plane that was kept, or the layer's input, quantized again where wgrad is."""
+    if saved.x is not None:
+        return saved.x[0]
+    assert args.x is not None
+    if stage.x_saved is None or not isinstance(args.x, Tensor):
+        return args.x
+    scratch = None if args.amaxes is None else torch.zeros_like(args.amaxes)  # forward has recorded it
+    return quantize_operand(args.config, stage, "input", stage.x_saved, Plain(args.x), args.scales, scratch)
+
+
+def _bias_gradients(args: BwdArgs, stage: StageConfig, dy: Tensor, offsets: Tensor, result: BwdResult) -> None:
+    # A product with ones: the grouped kernel sums in a fixed order, index_add would not.
+    ones = torch.ones((dy.shape[0], MULTIPLE), dtype=DTYPE, device=dy.device)
+    sums = columns_product(dy, ones, offsets)[..., 0]
+    for group in range(stage.spec.groups):
+        dtype = args.param_dtypes[stage.bias_slot + group]
+        assert dtype is not None
+        result.dparams[stage.bias_slot + group] = sums[group].to(dtype).clone()

@@ -1,0 +1,83 @@
+"""Operands of the products: quantized, gathered, or as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.pipeline.config import LayerConfig, StageConfig
+from te_dist.producers import Plain, Producer
+from te_dist.quantizers import Float8Quantizer, Quantizer
+from te_dist.tensors.storage import QuantizedStorage
+
+
+def padded_rows(quantizer: Quantizer, rows: int) -> int:
+    """M as the quantizer can take it."""
+    multiple = quantizer.row_multiple
+    return rows if multiple == 1 else -(-rows // multiple) * multiple
+
+
+def quantize_operand(
+    config: LayerConfig,
+    stage: StageConfig,
+    operand: str,
+    quantizer: Quantizer,
+    source: Producer,
+    scales: Tensor | None,
+    amaxes: Tensor | None,
+    seed: Tensor | None = None,
+    group: int = 0,
+) -> QuantizedStorage:
+    """Quantize a produced matrix as one operand of a stage; under delayed scaling with the operand's own scale."""
+    rows, cols = source.shape
+    wanted = padded_rows(quantizer, rows)
+    # A fake needs the shape alone, and asking whether there is something to pad would tie a graph to the answer.
+    if not kernels.is_shapes_only() and wanted != rows:
+        matrix = kernels.materialize(source)
+        padded = Plain(torch.nn.functional.pad(matrix, (0, 0, 0, wanted - rows)))
+        source = padded
+    amax_group = None if operand == "weight" else stage.spec.comm.amax_group
+    if config.delayed:
+        assert scales is not None and amaxes is not None
+        index = stage.scale_index(operand, group)
+        return quantize_delayed(quantizer, source, scales, amaxes, index, amax_group)
+    return quantizer.quantize_produced(source, (wanted, cols), amax_reduction_group=amax_group, rng_state=seed)
+
+
+def quantize_delayed(
+    layout: Quantizer,
+    source: Producer | Tensor,
+    scales: Tensor,
+    amaxes: Tensor,
+    index: int,
+    group: str | None = None,
+    out: QuantizedStorage | None = None,
+    noop: Tensor | None = None,
+) -> QuantizedStorage:
+    """Cast with scale `index`, and raise amax `index` to what was seen. `layout` says which planes and format."""
+    live = Float8Quantizer.around(scales[index : index + 1], amaxes[index : index + 1], layout)
+    if out is None:
+        out = layout.new_matrix(source.shape, source.dtype, source.device)
+    live._quantize_into(source, out, group, noop, None)
+    return out
+
+
+def first_rows(result: Tensor, rows: int) -> Tensor:
+    """The rows of a product that were not padding."""
+    if kernels.is_shapes_only():
+        return result.new_empty((rows, result.shape[1]))
+    return result if result.shape[0] == rows else result[:rows]
+
+
+def high_precision(operand: Tensor | QuantizedStorage, dtype: torch.dtype) -> Tensor:
+    """An operand as a plain tensor."""
+    return operand.dequantize(dtype=dtype) if isinstance(operand, QuantizedStorage) else operand
+
+
+def split_rows(source: Producer, splits: list[int] | None) -> list[Producer]:
+    """The rows of every group."""
+    if splits is None:
+        raise ValueError("a grouped stage expects the rows of each group")
+    matrix = kernels.materialize(source)
+    return [Plain(part) for part in matrix.split(splits)]
