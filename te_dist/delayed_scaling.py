@@ -48,7 +48,10 @@ def update_scale(
 
 def largest_of(dtypes: Sequence[DType], device: torch.device | str | None = None) -> Tensor:
     """fp8_max of every scale, as ``advance`` wants it."""
-    return torch.tensor([FP8_MAX[dtype] for dtype in dtypes], dtype=torch.float32, device=device)
+    largest = torch.empty(len(dtypes), dtype=torch.float32, device=device)
+    for index, dtype in enumerate(dtypes):
+        largest[index].fill_(FP8_MAX[dtype])  # a copy from the host would wait for the device
+    return largest
 
 
 def advance(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:

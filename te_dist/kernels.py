@@ -182,7 +182,19 @@ def _producer(p: Producer, column_sums: bool = True) -> tuple[Any, ...]:
             *head, code, p.gated, False, False, 0.0, p.grad.data_ptr(), grad_stride,
             0, 0, *_vector(p.bias), 0, 0, partials, 0,
         )  # fmt: skip
-    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials, 0)
+    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials, 0)  # see plain_with_sums
+
+
+def functions(device: torch.device) -> dict[str, Any] | None:
+    """The compiled kernels of a device by name; None where the reference is to run."""
+    return _TABLES.get(device.type) if _forced == "auto" else None
+
+
+def plain_with_sums(address: int, code: int, rows: int, cols: int, partials: int) -> tuple[Any, ...]:
+    """A contiguous matrix whose columns are to be added up, as one argument of a kernel."""
+    return (
+        address, code, rows, cols, cols, Plain.kind, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials, 0,
+    )  # fmt: skip
 
 
 def _column_tiles(rows: int) -> int:

@@ -92,7 +92,7 @@ def step(layer: Callable[..., Tensor], x: Tensor, *args: Any, seed: int = 7, **k
     params = list(layer.parameters())
     for p in params:
         p.grad = None
-    y.backward(varied(tuple(y.shape), y.dtype, seed=9))
+    y.backward(varied(tuple(y.shape), y.dtype, seed=9).to(y.device))
     return [y.detach(), x.grad, *[p.grad for p in params]]
 
 

@@ -242,7 +242,11 @@ class QuantizedLayer(torch.nn.Module):
         if config is None:
             config = resolve(self.spec, recipe, CallFlags(grads[0], grads[1:], caching, device_splits=device_splits))
             self._configs[key] = config
+            self._config_made(config, inp)
         return config
+
+    def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
+        """Hook: the layer has met a new combination of recipe and flags."""
 
     def _check_recipe(self, recipe: Recipe | None, params: Sequence[Tensor | None]) -> None:
         """Shapes that a format cannot hold, said with the layer's name."""
@@ -507,6 +511,7 @@ class QuantizedLayer(torch.nn.Module):
         for name in ("_workspaces", "_workspace_storages", "_workspace_recipe", "_configs_recipe"):
             state[name] = None
         state["_workspace_fresh"], state["_configs"] = False, {}
+        state.pop("_lean", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_dist import kernels
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.scopes import scope
 from te_dist.modules.split_parameters import SplitParameters
-from te_dist.pipeline.config import LayerSpec, StageSpec
-from te_dist.recipe import Recipe
+from te_dist.pipeline.config import LayerConfig, LayerSpec, StageSpec
+from te_dist.pipeline.lean import LeanLinear, LeanPlan, fits
+from te_dist.recipe import Recipe, recipe_in_force
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -38,6 +41,8 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         >>> layer(torch.ones(8, 64)).shape
         torch.Size([8, 32])
     """
+
+    _lean: LeanPlan | None = None
 
     def __init__(
         self,
@@ -99,8 +104,31 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
             is_first_microbatch: True quantizes the weight and keeps it, False reuses it, None keeps nothing.
             skip_weight_update: float32 [1] on the device; if it is not 0, the kept weight stays as it is.
         """
+        plan = self._lean
+        if plan is not None and self._takes_the_lean_way(plan, inp, is_first_microbatch, skip_weight_update):
+            return LeanLinear.apply(plan, inp, self.weight, self.bias)
         out = self._run(inp, is_first_microbatch, skip_weight_update)
         return (out, self._weight_and_bias()[1]) if self.return_bias else out
+
+    def _takes_the_lean_way(
+        self, plan: LeanPlan, inp: Tensor, is_first_microbatch: bool | None, skip_weight_update: Tensor | None
+    ) -> bool:
+        return (
+            is_first_microbatch is None
+            and skip_weight_update is None
+            and not torch.compiler.is_compiling()
+            and scope.depth == 0
+            and torch.is_grad_enabled()
+            and fits(plan, recipe_in_force(self.recipe), inp, self.weight, self.bias)
+            and not torch.is_autocast_enabled("cuda")
+            and kernels.functions(plan.device) is not None
+        )
+
+    def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
+        """Called when the chain has run in a new configuration: perhaps the next call need not take it."""
+        usual = not (self.return_bias or self.parameter_splits or self.fuse_wgrad_accumulation)
+        if usual and self.wgrad_store is None and type(inp) is Tensor:
+            self._lean = LeanPlan.of(config, self.weight, self.bias, inp) or self._lean
 
     def extra_repr(self) -> str:
         bias = bool(self._parts("bias")) if self.parameter_splits else self.bias is not None
