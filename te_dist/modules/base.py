@@ -81,6 +81,7 @@ class QuantizedLayer(torch.nn.Module):
     recipe: Recipe | None
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
+    _fp8_largest: Tensor | None
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
