@@ -35,8 +35,6 @@ some = pytest.mark.parametrize(
 few = pytest.mark.parametrize(
     ("kind", "recipe"), [("linear", "delayed"), ("layernorm_linear", "current"), ("layernorm_mlp", "nvfp4")]
 )
-recipes = pytest.mark.parametrize("recipe", sorted(RECIPES))
-layers = pytest.mark.parametrize("kind", LAYERS)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ layers: weakref.WeakSet[Any] = weakref.WeakSet()
 class frozen_weights:
     """Inside, each layer quantizes its weights once and reuses them: for microbatches of one step, or for evaluation.
 
-    The user promises that no weight changes inside. Results are bit-equal to those without the scope.
+    The user promises that no weight changes inside. Results are bit-equal to those without the scope, but for training
+    under delayed scaling, whose scales then advance once per scope and not with every call.
 
     Example:
         >>> import torch, te_dist
