@@ -8,7 +8,8 @@ does, and tests compare the two bit for bit.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,18 +25,24 @@ _EMPTY = torch.empty
 _F32 = torch.float32
 
 
+@dataclasses.dataclass(slots=True)
 class LeanPlan:
     """What a layer's lean calls have in common. Valid for one recipe, one device and one combination of flags."""
 
-    __slots__ = (
-        "bias_grad", "code", "depth", "device", "dgrad", "dtype", "fast", "features", "index", "operands", "quantize",
-        "recipe", "reduce", "stream", "wgrad",
-    )  # fmt: skip
-
     recipe: Recipe
+    dtype: torch.dtype  # of x, the weight and y
+    code: int  # the kernels' name for it
+    device: torch.device
+    index: int
+    features: int
+    depth: int
     # (fp8 code, torch dtype, eps, power of 2) of x, the weight and dy
     operands: tuple[tuple[int, torch.dtype, float, bool], ...]
-    fast: tuple[bool, bool, bool]  # short accumulators in fprop, dgrad, wgrad
+    fast: tuple[bool, ...]  # short accumulators in fprop, dgrad, wgrad
+    bias_grad: bool
+    quantize: Any  # kernels
+    reduce: Any
+    stream: Any  # device index -> handle of the current stream
 
     @staticmethod
     def of(config: LayerConfig, weight: Tensor, bias: Tensor | None, inp: Tensor) -> LeanPlan | None:
@@ -63,26 +70,30 @@ class LeanPlan:
             return None
         if stage.needs_bias_grad and dtype != torch.bfloat16:  # no kernel adds up its columns on the way
             return None
-        types = [q.fp8_dtype for q in quantizers]  # type: ignore[union-attr]
+        types = [q.fp8_dtype for q in cast(tuple[Float8CurrentScalingQuantizer, ...], quantizers)]
         if types[2] == DType.kFloat8E5M2 and DType.kFloat8E5M2 in types[:2]:
             return None
-        plan = LeanPlan()
-        plan.recipe, plan.dtype, plan.device, plan.index = config.recipe, dtype, device, device.index or 0  # type: ignore[assignment]
-        plan.code = kernels._FLOAT_CODE[dtype]
-        plan.features, plan.depth = rows, cols
-        plan.operands = tuple(
-            (kernels._FP8_CODE[q.fp8_dtype], TORCH_FP8[q.fp8_dtype], q.amax_epsilon, q.force_pow_2_scales)  # type: ignore[union-attr]
-            for q in quantizers
+        return LeanPlan(
+            recipe=config.recipe,  # type: ignore[arg-type]
+            dtype=dtype,
+            code=kernels._FLOAT_CODE[dtype],
+            device=device,
+            index=device.index or 0,
+            features=rows,
+            depth=cols,
+            operands=tuple(
+                (kernels._FP8_CODE[q.fp8_dtype], TORCH_FP8[q.fp8_dtype], q.amax_epsilon, q.force_pow_2_scales)
+                for q in cast(tuple[Float8CurrentScalingQuantizer, ...], quantizers)
+            ),
+            fast=tuple(
+                default if split is None else not split
+                for default, split in zip((True, False, False), stage.split_accumulator, strict=True)
+            ),
+            bias_grad=stage.needs_bias_grad,
+            quantize=table["quantize_current"],
+            reduce=table["reduce_partials"],
+            stream=torch_compat.current_raw_stream,
         )
-        defaults = (True, False, False)
-        plan.fast = tuple(
-            default if split is None else not split
-            for default, split in zip(defaults, stage.split_accumulator, strict=True)
-        )  # type: ignore[assignment]
-        plan.dgrad, plan.wgrad, plan.bias_grad = stage.needs_dgrad, stage.needs_wgrad, stage.needs_bias_grad
-        plan.quantize, plan.reduce = table["quantize_current"], table["reduce_partials"]
-        plan.stream = torch_compat.current_raw_stream
-        return plan
 
 
 class LeanLinear(torch.autograd.Function):
