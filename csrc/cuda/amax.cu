@@ -15,7 +15,7 @@ struct AmaxConfig {
   static constexpr int kBlocksPerSm = 5;
   static constexpr int kUnroll = 4;              // vectors of 16 bytes per lane and chunk
   static constexpr int kChunk = 32 * kUnroll;    // vectors per chunk
-  static constexpr int kSingleBlockChunks = 16;  // up to here one block does all, and needs no atomics
+  static constexpr int kSingleBlockChunks = 64;  // up to here one block does all, and spares a launch that zeroes
 };
 
 struct AmaxResult {

@@ -34,11 +34,16 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
+// Asked for at every launch, so remembered. Two threads that race here store the same number.
 inline int multiprocessors() {
+  constexpr int kDevices = 64;
+  static int known[kDevices] = {};
   int device = 0;
-  int count = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < kDevices && known[device] != 0) return known[device];
+  int count = 0;
   check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  if (device < kDevices) known[device] = count;
   return count;
 }
 
