@@ -61,14 +61,16 @@ def modules(report: dict[str, Any]) -> str:
     rows = []
     for result in report["results"]:
         shape = "x".join(map(str, result["shape"]))
-        relative = [f"{result['rows'][name]['relative_device']:.2f}" for name in names]
+        found = [result["rows"][name] for name in names]
+        relative = [f"{row['relative']:.2f} ({row['relative_device']:.2f})" for row in found]
         floor = result.get("floor", {}).get("current")
         rows.append([f"{result['case']} {shape}", *relative, "-" if floor is None else f"{floor:.2f}"])
     header = ["forward + backward, bf16 = 1.00", *names, "floor (current)"]
     host = report["host"]["host_us"]
     peaks = next(result["peak_mib"] for result in report["results"] if "peak_mib" in result)
     lines = [
-        f"Device time relative to bf16 torch modules in the same run. {origin(report)}",
+        "Time as a training loop sees it, and in parentheses that of the device alone, relative to bf16 torch modules "
+        f"in the same run; weights are quantized anew in every step. {origin(report)}",
         "",
         markdown(header, rows),
         "",

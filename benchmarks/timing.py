@@ -14,7 +14,7 @@ import torch
 import te_dist
 
 
-def median_us(function: Callable[[], object], repeats: int = 30, delay: int = 2_000_000) -> float:
+def median_us(function: Callable[[], object], repeats: int = 30, delay: int = 10_000_000) -> float:
     """Median device time of one call. A delay queued in front hides the host's launch time."""
     for _ in range(3):
         function()

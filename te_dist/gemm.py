@@ -134,7 +134,7 @@ def _announce_emulation(row: DispatchRow, device: str) -> None:
     """One warning per format and device in the life of the process; clear with ``cache_clear()``."""
     pair = row.a if row.a == row.b else f"{row.a} x {row.b}"
     warnings.warn(
-        f"te_dist: the GEMM of {pair} on {device} is emulated (dequantize, then matmul in float32): {row.reason}",
+        f"te_dist: the GEMM of {pair} on {device} is emulated (dequantize, then matmul in high precision): {row.reason}",
         stacklevel=4,
     )
 
@@ -184,7 +184,7 @@ def gemm(
         accumulate: add into `out` (float32 or bfloat16) instead, rounding once.
         use_split_accumulator: add up in float32 (True), or in the tensor core's shorter accumulator (False). By
             default the latter for fprop alone. Only native per-tensor FP8 has the choice; all else is float32.
-        backend: "native" raises where there is no native kernel; "emulate" dequantizes and multiplies in float32;
+        backend: "native" raises where there is no native kernel; "emulate" dequantizes and multiplies with float32 sums;
             "auto" prefers native and says once where it emulates.
 
     Example:
@@ -215,7 +215,10 @@ def gemm(
     if implementation == "matmul":
         result = _matmul(factor_a.values(), factor_b.values(), bias, dtype)
     elif implementation == "emulate":
-        result = _matmul(factor_a.values().float(), factor_b.values().float(), bias, dtype)
+        # bf16 holds MXFP8's values (4 bits times a power of two, above 2^-133), and multiplies on tensor cores.
+        exact = factor_a.device.type == "cuda" and factor_a.format == factor_b.format == "mxfp8"
+        wide = torch.bfloat16 if exact else torch.float32
+        result = _matmul(factor_a.values(wide).to(wide), factor_b.values(wide).to(wide), bias, dtype)
     else:
         fast = kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
         result = scaled_product(implementation, factor_a, factor_b, bias=bias, dtype=dtype, fast_accumulation=fast)

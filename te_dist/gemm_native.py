@@ -112,8 +112,8 @@ class Factor:
                 return "nvfp4 rht" if quantizer.with_random_sign_mask else "nvfp4 rht, no signs"
         return operand.FORMAT
 
-    def values(self) -> Tensor:
-        """The plane in high precision, [R or C, D]."""
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The plane in high precision, [R or C, D]; a quantized one dequantized to `dtype`."""
         operand = self.operand
         if isinstance(operand, Tensor):
             matrix = operand.reshape(self.size[::-1] if self.column else self.size)
@@ -121,7 +121,7 @@ class Factor:
             if self.column and operand.has_rowwise:
                 operand = operand.with_usage(rowwise=False, columnwise=True)
             rows_cols = self.size[::-1] if self.column else self.size
-            matrix = operand.dequantize(dtype=torch.float32).view(rows_cols)
+            matrix = operand.dequantize(dtype=dtype).view(rows_cols)
         return matrix.t() if self.column else matrix
 
 
