@@ -134,7 +134,7 @@ def _announce_emulation(row: DispatchRow, device: str) -> None:
     """One warning per format and device in the life of the process; clear with ``cache_clear()``."""
     pair = row.a if row.a == row.b else f"{row.a} x {row.b}"
     warnings.warn(
-        f"te_dist: the GEMM of {pair} on {device} is emulated (dequantize, then matmul in high precision): {row.reason}",
+        f"te_dist: the GEMM of {pair} on {device} is emulated (dequantize, then an unquantized matmul): {row.reason}",
         stacklevel=4,
     )
 
@@ -184,7 +184,7 @@ def gemm(
         accumulate: add into `out` (float32 or bfloat16) instead, rounding once.
         use_split_accumulator: add up in float32 (True), or in the tensor core's shorter accumulator (False). By
             default the latter for fprop alone. Only native per-tensor FP8 has the choice; all else is float32.
-        backend: "native" raises where there is no native kernel; "emulate" dequantizes and multiplies with float32 sums;
+        backend: "native" raises where there is no native kernel; "emulate" dequantizes and sums in float32;
             "auto" prefers native and says once where it emulates.
 
     Example:

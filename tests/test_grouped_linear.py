@@ -391,7 +391,9 @@ def test_on_a_gpu_nothing_is_read(name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = run(grouped, x, SPLITS[0], dy=dy)
-    floor = FLOORS.get(name, 10.0) - 4  # scales of all groups together, other planes in wgrad
+    # Two quantized results against each other: twice the noise is 3 dB, and scales of all groups together, up to a
+    # factor of two from a group's own, are another 2.
+    floor = FLOORS.get(name, 10.0) - 5
     names = ["y", "dx"] if name in ("block", "mxfp8", "none", "dequantized") else ["y"]
     assert_close({n: actual[n] for n in names}, {n: expected[n].cpu() for n in names}, floor)
 

@@ -89,6 +89,7 @@ def test_falls_back(lean_calls: list[int]) -> None:
 def test_twice_and_double_backward(lean_calls: list[int]) -> None:
     layer, x = layer_and_input()
     step(layer, x)
+    layer.zero_grad()
     x = x.clone().requires_grad_()
     y = layer(x)
     y.sum().backward(retain_graph=True)
