@@ -417,7 +417,7 @@ def test_fakes_agree_with_the_ops(kind: str, recipe: str) -> None:
     params = [None if p is None else p.detach() for p in layer._slots()]
     grads = [True, *[p is not None for p in params]]
     flags, known, kept, (saves_input, _), count, delayed, seeded = base._call_constants(
-        layer.spec, layer.recipe, False, None, *grads
+        layer.spec, layer.recipe, False, None, False, *grads
     )
     ops, scales, x = torch.ops.te_dist, layer.fp8_scale, sample(33)
     constants = (layer.spec, known, flags)
@@ -431,13 +431,14 @@ def test_fakes_agree_with_the_ops(kind: str, recipe: str) -> None:
     if count:
         check(ops.update_weights, params, weights, torch.zeros(layer.spec.scale_count), scales, None, *constants)
     forward = ops.layer_forward_seeded if seeded else ops.layer_forward
-    made = check(forward, x, params, weights, scales, [], *constants, x.dtype)
+    made = check(forward, x, params, weights, scales, [], None, *constants, x.dtype)
     seeds = made.pop() if seeded else None
     saved = made[2 if delayed else 1 :]
     dy = torch.ones_like(made[0])
     kept_weights = [weights[i] for i in kept]
     given = x if saves_input else None
-    check(ops.layer_backward, dy, None, given, params, kept_weights, saved, scales, seeds, [], *constants, x.dtype, 33)
+    rest = (scales, seeds, [], None, *constants, x.dtype, 33)
+    check(ops.layer_backward, dy, None, given, params, kept_weights, saved, *rest)
 
 
 # ------------------------------------------------------------------------------------------------- other backends

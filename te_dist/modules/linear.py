@@ -104,9 +104,10 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
             is_first_microbatch: True quantizes the weight and keeps it, False reuses it, None keeps nothing.
             skip_weight_update: float32 [1] on the device; if it is not 0, the kept weight stays as it is.
         """
-        plan = self._lean
-        if plan is not None and self._takes_the_lean_way(plan, inp, is_first_microbatch, skip_weight_update):
-            return LeanLinear.apply(plan, inp, self.weight, self.bias)
+        if not torch.compiler.is_compiling():  # in this order: a compiled graph must not depend on the plan
+            plan = self._lean
+            if plan is not None and self._takes_the_lean_way(plan, inp, is_first_microbatch, skip_weight_update):
+                return LeanLinear.apply(plan, inp, self.weight, self.bias)
         out = self._run(inp, is_first_microbatch, skip_weight_update)
         return (out, self._weight_and_bias()[1]) if self.return_bias else out
 
@@ -116,7 +117,6 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         return (
             is_first_microbatch is None
             and skip_weight_update is None
-            and not torch.compiler.is_compiling()
             and scope.depth == 0
             and torch.is_grad_enabled()
             and fits(plan, recipe_in_force(self.recipe), inp, self.weight, self.bias)
