@@ -417,6 +417,11 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
     return own if own is not None else _active.recipe
 
 
+def is_scoped() -> bool:
+    """Whether some ``autocast`` is active, enabled or not."""
+    return _active.recipe is not None or _active.disabled
+
+
 def active_recipe() -> Recipe | None:
     """The recipe of the innermost ``autocast``, None outside of any or inside a disabled one."""
     return _active.recipe

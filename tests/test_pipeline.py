@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import varied
 from gemm_cases import SQNR, sqnr
 from module_cases import LAYERS, QUANTIZED, RECIPES, F, K, N, assert_equal, make, sample, step, weights_of
@@ -390,7 +391,7 @@ def with_main_grads(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 @recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_accumulation(kind: str, recipe: str, dtype: torch.dtype) -> None:
-    """Two microbatches add up in main_grad, in float32 before one rounding; .grad stays None."""
+    """Two microbatches add up in main_grad, in float32 before one rounding; .grad is a placeholder for hooks."""
     layer = with_main_grads(make(kind, recipe, fuse_wgrad_accumulation=True), dtype)
     reference = with_main_grads(make(kind, recipe, fuse_wgrad_accumulation=True), torch.float32)
     plain = make(kind, recipe)
@@ -405,7 +406,7 @@ def test_fused_accumulation(kind: str, recipe: str, dtype: torch.dtype) -> None:
             sum_.copy_(sum_.float() + weight.main_grad)
         assert_equal(actual[:2], expected[:2])
     for weight, sum_ in zip(weights_of(layer), total, strict=True):
-        assert weight.grad is None and weight.grad_added_to_main_grad
+        assert weight.grad.shape == weight.shape and weight.grad_added_to_main_grad
         assert torch.equal(weight.main_grad, sum_)
         assert weight.main_grad.abs().sum() > 0
     others = [p for p in layer.parameters() if not hasattr(p, "main_grad")]
@@ -461,7 +462,7 @@ def test_delayed_wgrad(kind: str, recipe: str, fused: bool) -> None:
     assert not layer.need_backward_dw()
 
     def gradients(each: nn.Module) -> list[Tensor]:
-        return [getattr(p, "main_grad", p.grad) if p.grad is None else p.grad for p in each.parameters()]
+        return [getattr(p, "main_grad", p.grad) for p in each.parameters()]
 
     assert_equal(gradients(layer), gradients(plain))
     before = [g.clone() for g in gradients(layer)]
@@ -711,3 +712,51 @@ def test_nvfp4_refuses_odd_sizes_by_name(shape: tuple[int, int], what: str) -> N
     for run in (layer, torch.no_grad()(layer.forward)):
         with pytest.raises(ValueError, match=f"Linear 'head'.*{what}"):
             run(torch.ones(4, shape[0]))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_checkpoint_in_a_scope_that_ends_before_backward(recipe: str, use_reentrant: bool) -> None:
+    """The usual training loop: the scope is around forward, and backward recomputes outside of it."""
+    layer = make("layernorm_mlp")
+    x = torch.randn(16, K, dtype=torch.bfloat16)
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with te_dist.autocast(recipe=RECIPES[recipe]()):
+            if checkpointed:
+                y = torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=use_reentrant)
+            else:
+                y = layer(leaf)
+        y.square().sum().backward()
+        return [y.detach(), leaf.grad, *[p.grad.clone() for p in layer.parameters()]]
+
+    assert_equal(run(True), run(False))
+
+
+def test_the_recipe_of_a_scope_is_forgotten_by_the_next_forward() -> None:
+    layer = make("linear")
+    x = torch.randn(16, K, dtype=torch.bfloat16, requires_grad=True)
+    with te_dist.autocast(recipe=RECIPES["current"]()):
+        quantized = layer(x)
+    plain = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    assert not torch.equal(plain, quantized)
+    plain.sum().backward()  # would raise if it recomputed with the recipe
+
+
+def test_first_microbatch_overwrites_main_grad_and_hooks_run() -> None:
+    """What Megatron relies on: True overwrites, hooks see a gradient though main_grad holds it."""
+    layer = make("linear", "mxfp8", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.full_like(layer.weight, 100.0, dtype=torch.float32)
+    layer.weight.grad_added_to_main_grad = False
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    x = torch.randn(16, K, dtype=torch.bfloat16)
+    layer(x, is_first_microbatch=True).sum().backward()
+    first = layer.weight.main_grad.clone()
+    assert first.abs().max() < 90 and layer.weight.grad_added_to_main_grad
+    assert seen == [layer.weight.shape]
+    layer(x, is_first_microbatch=False).sum().backward()
+    assert torch.equal(layer.weight.main_grad, first + first)

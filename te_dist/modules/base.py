@@ -24,7 +24,7 @@ from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
-from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, recipe_in_force
+from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import hidden_from_modes, in_backward
@@ -116,6 +116,7 @@ class QuantizedLayer(torch.nn.Module):
         self._workspace_fresh = False
         self._configs: dict[Any, LayerConfig] = {}
         self._configs_recipe: Recipe | None = None
+        self._forward_recipe: Recipe | None = None
 
     def _label(self) -> str:
         name = getattr(self, "spec", None) and self.spec.name
@@ -134,7 +135,7 @@ class QuantizedLayer(torch.nn.Module):
         splits: list[int] | Tensor | None = None,
         recomputed: Recomputed | None = None,
     ) -> Any:
-        recipe = recipe_in_force(self.recipe) if recomputed is None else recomputed.recipe
+        recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
@@ -147,6 +148,17 @@ class QuantizedLayer(torch.nn.Module):
             with torch.autocast(device_type, enabled=False):
                 return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
         return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
+
+    def _recipe_of_call(self) -> Recipe | None:
+        """The recipe in force. Activation checkpointing computes forward again inside backward, where the scope of the
+        first one is gone: without any scope there, that one's recipe counts again."""
+        recipe = recipe_in_force(self.recipe)
+        if torch.compiler.is_compiling():
+            return recipe
+        if in_backward() and not is_scoped():
+            return self._forward_recipe if self.recipe is None else recipe
+        self._forward_recipe = recipe
+        return recipe
 
     def _run_in(
         self,
@@ -166,7 +178,10 @@ class QuantizedLayer(torch.nn.Module):
         else:
             # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
             update = update and not (caching and in_backward())
-            result = self._run_eager(recipe, inp, params, caching, update, skip_weight_update, splits, recomputed)
+            first = is_first_microbatch is True
+            result = self._run_eager(
+                recipe, inp, params, caching, update, first, skip_weight_update, splits, recomputed
+            )
         if frozen:
             self._workspace_fresh = True
         return result
@@ -192,6 +207,7 @@ class QuantizedLayer(torch.nn.Module):
         params: list[Tensor | None],
         caching: bool,
         update: bool,
+        first: bool,
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
         recomputed: Recomputed | None,
@@ -220,7 +236,7 @@ class QuantizedLayer(torch.nn.Module):
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
-            self._main_grads(call, params, update)
+            self._main_grads(call, params, first)
         call.wgrad_store = self.wgrad_store
         return EagerLayer.apply(call, inp, *params)
 
@@ -340,7 +356,7 @@ class QuantizedLayer(torch.nn.Module):
 
     # ---------------------------------------------------------------------------------------- wgrad scheduling
     def _main_grads(self, call: LayerCall, params: Sequence[Tensor | None], first: bool) -> None:
-        """Where the weights' gradients accumulate; see ``fuse_wgrad_accumulation``."""
+        """Where the weights' gradients accumulate; see ``fuse_wgrad_accumulation``. The first microbatch overwrites."""
         targets: list[Tensor | None] = [None] * len(params)
         for stage in call.config.stages:
             for slot in range(stage.weight_slot, stage.bias_slot):
@@ -355,10 +371,14 @@ class QuantizedLayer(torch.nn.Module):
                         f"weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) first"
                     )
                 targets[slot] = main_grad
-                if getattr(param, "overwrite_main_grad", False):
+                if first or getattr(param, "overwrite_main_grad", False):
                     call.overwrite_main_grads |= {slot}
                 if hasattr(param, "grad_added_to_main_grad"):
                     param.grad_added_to_main_grad = True
+                    # Megatron's hooks on the parameter run only if autograd has a gradient for it. Not before
+                    # backward_dw() though, where main_grad is made there.
+                    if self.wgrad_store is None:
+                        call.placeholder_grads |= {slot}
         call.main_grads = targets
 
     def need_backward_dw(self) -> bool:

@@ -14,7 +14,7 @@ from te_dist.modules.scopes import scope
 from te_dist.modules.split_parameters import SplitParameters
 from te_dist.pipeline.config import LayerConfig, LayerSpec, StageSpec
 from te_dist.pipeline.lean import LeanLinear, LeanPlan, fits
-from te_dist.recipe import Recipe, recipe_in_force
+from te_dist.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -119,7 +119,7 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
             and skip_weight_update is None
             and scope.depth == 0
             and torch.is_grad_enabled()
-            and fits(plan, recipe_in_force(self.recipe), inp, self.weight, self.bias)
+            and fits(plan, self._recipe_of_call(), inp, self.weight, self.bias)
             and not torch.is_autocast_enabled("cuda")
             and kernels.functions(plan.device) is not None
         )

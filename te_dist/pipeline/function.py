@@ -51,6 +51,7 @@ class LayerCall:
     offsets: Tensor | None = None
     main_grads: list[Tensor | None] | None = None
     overwrite_main_grads: frozenset[int] = frozenset()
+    placeholder_grads: frozenset[int] = frozenset()  # slots that get an uninitialised gradient beside their main_grad
     wgrad_store: list[object] | None = None
 
 
@@ -140,6 +141,10 @@ class EagerLayer(torch.autograd.Function):
         dx = result.dx
         if dx is not None and len(ctx.x_shape) != 2:
             dx = dx.view(ctx.x_shape)
+        for slot in call.placeholder_grads:
+            main_grad = call.main_grads[slot] if call.main_grads is not None else None
+            if main_grad is not None and result.dparams[slot] is None:
+                result.dparams[slot] = torch.empty_like(main_grad, dtype=ctx.param_dtypes[slot])
         return None, dx, *result.dparams
 
 
