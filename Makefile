@@ -7,16 +7,23 @@ TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo 'torch>=2.1
 BIN := $(VENV)/bin
 KERNEL_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test check typecheck lint unit doctor clean
+.PHONY: demo test typecheck lint unit blackwell doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/te-dist demo
 
-test: lint typecheck unit
+test: lint typecheck blackwell unit
 
 unit: $(VENV)/.installed
-	# One thread: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	# One thread each: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# What is installed was compiled for this machine's GPU or for Hopper; this only compiles, where there is a compiler.
+blackwell: $(VENV)/.installed
+	@if command -v nvcc >/dev/null 2>&1 && command -v cmake >/dev/null 2>&1; then \
+	  cmake -S csrc -B build/sm100 -DTE_DIST_CUDA_ARCHS=100a -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" >/dev/null \
+	  && cmake --build build/sm100 --target ted_cuda -j 2 >/dev/null && echo "sm_100a: the CUDA kernels compile"; \
+	else echo "no nvcc or cmake here: the CUDA kernels are not compiled for sm_100a"; fi
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
