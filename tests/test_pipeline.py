@@ -760,3 +760,30 @@ def test_first_microbatch_overwrites_main_grad_and_hooks_run() -> None:
     assert seen == [layer.weight.shape]
     layer(x, is_first_microbatch=False).sum().backward()
     assert torch.equal(layer.weight.main_grad, first + first)
+
+
+def test_backward_frees_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When fc1's weight gradient, the largest of all, is made, the activation's input, its gradient and the row plane
+    of dy are gone: that is what keeps the peak below that of bf16."""
+    held: list[weakref.ref[Tensor]] = []
+    planes: list[bool] = []
+
+    class Recorded(pipeline_backward.ActivationGradient):
+        def __init__(self, grad: Tensor, x: Tensor, activation: str) -> None:
+            super().__init__(grad, x, activation)
+            held.extend((weakref.ref(grad), weakref.ref(x)))
+
+    gemm, alive = pipeline_backward.gemm, []
+
+    def recorded(a: Any, b: Any, *, kind: str, **options: Any) -> Tensor:
+        if kind == "wgrad":
+            alive.append([ref() is not None for ref in held])
+            planes.append(a.has_rowwise)
+        return gemm(a, b, kind=kind, **options)
+
+    layer = make("layernorm_mlp", "mxfp8", activation="swiglu")
+    y = layer(sample(32, grad=True))
+    monkeypatch.setattr(pipeline_backward, "ActivationGradient", Recorded)
+    monkeypatch.setattr(pipeline_backward, "gemm", recorded)
+    y.sum().backward()
+    assert alive == [[], [False, False]] and planes == [False, False]

@@ -60,12 +60,6 @@ def quantize_weights(
     return _quantize_weights(params, scales, config_of(spec, recipe, flags))
 
 
-@quantize_weights.register_fake
-def _(params: Any, scales: Any, spec: Any, recipe: Any, flags: Any) -> list[Tensor]:
-    with kernels.shapes_only():
-        return _quantize_weights(params, scales, config_of(spec, recipe, flags))
-
-
 @torch.library.custom_op("te_dist::update_weights", mutates_args=("workspaces", "amaxes"))
 def update_weights(
     params: Sequence[Optional[Tensor]],
@@ -147,15 +141,6 @@ def layer_forward(
     return _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
 
 
-@layer_forward.register_fake
-def _(
-    x: Any, params: Any, weights: Any, scales: Any, splits: Any, offsets: Any, spec: Any, recipe: Any, flags: Any,
-    out_dtype: Any,
-) -> list[Tensor]:  # fmt: skip
-    with kernels.shapes_only():
-        return _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
-
-
 # A layer whose gradients are rounded stochastically draws their seeds in forward, so that a second backward and a
 # recomputed forward see the same ones. In an op of its own, a partitioner would move the draw into backward.
 @pure_op("layer_forward_seeded", tags=(torch.Tag.nondeterministic_seeded,))
@@ -174,16 +159,6 @@ def layer_forward_seeded(
     """layer_forward, and the seeds at the end."""
     made = _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
     return [*made, draw_seeds(spec, x)]
-
-
-@layer_forward_seeded.register_fake
-def _(
-    x: Any, params: Any, weights: Any, scales: Any, splits: Any, offsets: Any, spec: Any, recipe: Any, flags: Any,
-    out_dtype: Any,
-) -> list[Tensor]:  # fmt: skip
-    with kernels.shapes_only():
-        made = _forward(x, params, weights, scales, splits, offsets, config_of(spec, recipe, flags), out_dtype)
-    return [*made, torch.empty((spec.seed_count, 2), dtype=torch.int64, device=x.device)]
 
 
 # ------------------------------------------------------------------------------------------------- backward
@@ -287,18 +262,6 @@ def layer_backward(
 ) -> list[Tensor]:
     config = config_of(spec, recipe, flags)
     return _backward(dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows)
-
-
-@layer_backward.register_fake
-def _(
-    dy: Any, dnorm_output: Any, x: Any, params: Any, weights: Any, saved: Any, scales: Any, seeds: Any, splits: Any,
-    offsets: Any, spec: Any, recipe: Any, flags: Any, x_dtype: Any, rows: Any,
-) -> list[Tensor]:  # fmt: skip
-    config = config_of(spec, recipe, flags)
-    with kernels.shapes_only():
-        return _backward(
-            dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows
-        )
 
 
 # ------------------------------------------------------------------------------------------------- small ones

@@ -62,12 +62,6 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], spec: NormSp
     return forward(x, weight, bias, spec)
 
 
-@norm_forward.register_fake
-def _(x: Any, weight: Any, bias: Any, spec: Any) -> list[Tensor]:
-    with kernels.shapes_only():
-        return forward(x, weight, bias, spec)
-
-
 @pure_op("norm_backward")
 def norm_backward(
     dy: Tensor,
@@ -80,12 +74,6 @@ def norm_backward(
     bias_grad: bool,
 ) -> list[Tensor]:
     return backward(dy, x, weight, mean, rstd, spec, weight_grad, bias_grad)
-
-
-@norm_backward.register_fake
-def _(dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, spec: Any, weight_grad: Any, bias_grad: Any) -> list[Tensor]:
-    with kernels.shapes_only():
-        return backward(dy, x, weight, mean, rstd, spec, weight_grad, bias_grad)
 
 
 class Norm(torch.autograd.Function):
