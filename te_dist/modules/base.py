@@ -139,7 +139,7 @@ class QuantizedLayer(torch.nn.Module):
         params = self._slots()
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
-        self._check_input(inp, weight.shape[-1])
+        self._check_input(inp, weight)
         device_type = inp.device.type
         if torch.is_autocast_enabled(device_type):
             out_dtype = torch.get_autocast_dtype(device_type)
@@ -186,7 +186,8 @@ class QuantizedLayer(torch.nn.Module):
             self._workspace_fresh = True
         return result
 
-    def _check_input(self, inp: Tensor, depth: int) -> None:
+    def _check_input(self, inp: Tensor, weight: Tensor) -> None:
+        depth = weight.shape[-1]
         if not isinstance(inp, Tensor):
             raise TypeError(f"{self._label()} expects a tensor but got {type(inp).__name__}")
         if inp.dtype not in INPUT_DTYPES:
@@ -197,6 +198,10 @@ class QuantizedLayer(torch.nn.Module):
         if inp.dim() == 0 or inp.shape[-1] != depth:
             raise ValueError(
                 f"{self._label()} expects the input's last dimension to be {depth} but got shape {list(inp.shape)}"
+            )
+        if inp.device != weight.device:
+            raise ValueError(
+                f"{self._label()} expects the input on {weight.device}, where its weight is, but got it on {inp.device}"
             )
 
     # ---------------------------------------------------------------------------------------- eager

@@ -141,7 +141,7 @@ class GroupedLinear(QuantizedLayer):
                 f"{self._label()} expects an unquantized input, because each group is quantized for itself, but got "
                 f"one quantized by {inp.quantized_storage.quantizer!r}; dequantize() it"
             )
-        self._check_input(inp, self.in_features)
+        self._check_input(inp, next(self.parameters()))  # a weight comes first
         splits = self._splits(m_splits, inp)
         out = self._run(inp, is_first_microbatch, skip_weight_update, splits)
         if not self.return_bias:
