@@ -166,9 +166,10 @@ const Entry kEntries[] = {
        uint8_t* row = r.pointer<uint8_t>();
        uint8_t* col = r.pointer<uint8_t>();
        float* scale_inv = r.pointer<float>();
+       float* amax = r.pointer<float>();
        const float* noop = r.pointer<const float>();
        const Lane lane = r.last_lane();
-       without_gil([&] { call.cast_scaled(x, scale, format, row, col, scale_inv, noop, lane); });
+       without_gil([&] { call.cast_scaled(x, scale, format, row, col, scale_inv, amax, noop, lane); });
      }},
     {"cast_current",
      [](Reader& r, const Backend& call) {

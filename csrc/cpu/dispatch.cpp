@@ -64,13 +64,14 @@ void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane
 }
 
 void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
-                 const float* noop, Lane lane) {
+                 float* amax, const float* noop, Lane lane) {
   check::plain(x);
   check::fp8(format);
   check_noop(noop);
   check::required("scale", scale, alignof(float));
   check::aligned("scale_inv", scale_inv, alignof(float));
-  kernels().cast_scaled(x, scale, format, row, col, scale_inv, noop, lane);
+  check::aligned("amax", amax, alignof(float));
+  kernels().cast_scaled(x, scale, format, row, col, scale_inv, amax, noop, lane);
 }
 
 void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
