@@ -485,12 +485,17 @@ class QuantizedLayer(torch.nn.Module):
             resized[:shared] = history[:shared]
             self.fp8_amax_history = resized
 
+    def _delayed_is_ready(self, recipe: Any) -> bool:
+        history = self.fp8_amax_history
+        if history is None or self.fp8_scale is None or self._fp8_largest is None:
+            return False
+        return history.shape[0] == recipe.amax_history_len
+
     def _delayed_call(
         self, call: LayerCall, recipe: Recipe | None, update: bool, recomputed: Recomputed | None
     ) -> None:
         assert isinstance(recipe, DelayedScaling)
-        if self.fp8_scale is None or self.fp8_amax_history is None or self._fp8_largest is None \
-                or self.fp8_amax_history.shape[0] != recipe.amax_history_len:  # fmt: skip
+        if not self._delayed_is_ready(recipe):
             self._ensure_delayed(recipe)
         scales, history = self.fp8_scale, self.fp8_amax_history
         assert scales is not None and history is not None and self._fp8_largest is not None

@@ -107,7 +107,10 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         if not torch.compiler.is_compiling():  # in this order: a compiled graph must not depend on the plan
             plan = self._lean
             if plan is not None and self._takes_the_lean_way(plan, inp, is_first_microbatch, skip_weight_update):
-                return LeanLinear.apply(plan, inp, self.weight, self.bias)
+                if not plan.delayed:
+                    return LeanLinear.apply(plan, inp, self.weight, self.bias)
+                state = (self.fp8_amax_history, self.fp8_scale, self._fp8_largest)
+                return LeanLinear.apply(plan, inp, self.weight, self.bias, *state)
         out = self._run(inp, is_first_microbatch, skip_weight_update)
         return (out, self._weight_and_bias()[1]) if self.return_bias else out
 
@@ -122,6 +125,7 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
             and fits(plan, self._recipe_of_call(), inp, self.weight, self.bias)
             and not torch.is_autocast_enabled("cuda")
             and kernels.functions(plan.device) is not None
+            and (not plan.delayed or self._delayed_is_ready(plan.recipe))
         )
 
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
