@@ -22,8 +22,7 @@ from te_dist.producers import COLUMN_TILE_ROWS
 from te_dist.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
 from te_dist.recipe import DelayedScaling, Recipe
 
-_EMPTY = torch.empty
-_STRIDED = torch.empty_strided
+_STRIDED = torch.empty_strided  # the cheapest of torch's ways to get memory
 _F32 = torch.float32
 _BLOCK = 128
 
@@ -41,7 +40,8 @@ class Operand:
     power_of_2: bool
     block_dim: int  # 0: one scale for the tensor
     scale_offset: int  # bytes into delayed scaling's scales
-    transposed: bool  # the second factor of its products (weights; x in wgrad): planes that products want transposed
+    row_transposed: bool  # whether a plane is the second factor of its product
+    col_transposed: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,6 +73,7 @@ class LeanPlan:
     reduce: Any  # kernels of column sums and of delayed scaling's step
     advance: Any
     stream: Any  # device index -> handle of the current stream
+    amaxes: dict[int, Tensor]  # scratch, by stream
 
     @staticmethod
     def of(config: LayerConfig, weight: Tensor, bias: Tensor | None, inp: Tensor) -> LeanPlan | None:
@@ -113,6 +114,7 @@ class LeanPlan:
             reduce=table["reduce_partials"],
             advance=table["advance_scales"],
             stream=torch_compat.current_raw_stream,
+            amaxes={},
         )
 
 
@@ -160,29 +162,33 @@ def _operand(stage: StageConfig, name: str) -> Operand:
         quantizer.force_pow_2_scales,
         getattr(quantizer, "block_scaling_dim", 0),
         4 * stage.scale_index(name),
-        name == "weight",
+        row_transposed=name == "weight",
+        col_transposed=name != "grad_output",
     )
 
 
 def _planes(plan: LeanPlan, operand: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Both planes, uninitialised: a weight's row plane and what wgrad reads of x already as the transpose of what the
-    kernel fills, because that is how products take their second factor."""
+    """Both planes, uninitialised; one that is the second factor of its product as the transpose of what the kernel
+    fills, because that is how products take it."""
     fp8, device = operand.fp8, plan.device
-    if operand.transposed:
+    if operand.row_transposed:
         row = _STRIDED((cols, rows), (1, cols), dtype=fp8, device=device)
     else:
-        row = _EMPTY((rows, cols), dtype=fp8, device=device)
-    if operand is plan.operands[2]:
-        return row, _EMPTY((cols, rows), dtype=fp8, device=device)
-    return row, _STRIDED((rows, cols), (1, rows), dtype=fp8, device=device)
+        row = _STRIDED((rows, cols), (cols, 1), dtype=fp8, device=device)
+    if operand.col_transposed:
+        return row, _STRIDED((rows, cols), (1, rows), dtype=fp8, device=device)
+    return row, _STRIDED((cols, rows), (rows, 1), dtype=fp8, device=device)
 
 
 def _quantize_current(
     plan: LeanPlan, operand: Operand, source: Source, rows: int, cols: int, stream: int, state: DelayedState | None
 ) -> Planes:
     row, col = _planes(plan, operand, rows, cols)
-    device = plan.device
-    amax, scale = _EMPTY(1, dtype=_F32, device=device), _EMPTY(1, dtype=_F32, device=device)
+    scale = _STRIDED((1,), (1,), dtype=_F32, device=plan.device)
+    # One amax for all tensors of a stream: the kernels that use it follow each other.
+    amax = plan.amaxes.get(stream)
+    if amax is None:
+        amax = plan.amaxes[stream] = torch.empty(1, dtype=_F32, device=plan.device)
     plan.kernel(
         *source, amax.data_ptr(), operand.eps, operand.power_of_2, operand.code,
         row.data_ptr(), col.data_ptr(), scale.data_ptr(), stream,
@@ -195,7 +201,7 @@ def _cast(
 ) -> Planes:
     assert state is not None
     row, col = _planes(plan, operand, rows, cols)
-    scale = _EMPTY(1, dtype=_F32, device=plan.device)
+    scale = _STRIDED((1,), (1,), dtype=_F32, device=plan.device)
     offset = operand.scale_offset
     plan.kernel(
         *source, state.scales.data_ptr() + offset, operand.code, row.data_ptr(), col.data_ptr(), scale.data_ptr(),
@@ -283,8 +289,12 @@ class LeanLinear(torch.autograd.Function):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], features)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        # What refuses a second differentiation costs a few microseconds, and only create_graph can lead to one.
+        return _differentiable_once(ctx, dy) if torch.is_grad_enabled() else LeanLinear._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: Tensor) -> Any:
         plan: LeanPlan = ctx.plan
         x_col, x_scale, w_col, w_scale = ctx.saved_tensors
         torch_compat.release_saved_tensors(ctx)
@@ -300,18 +310,21 @@ class LeanLinear(torch.autograd.Function):
             if dy.data_ptr() % 16:
                 dy = dy.clone()
             tiles = ceil_div(rows, COLUMN_TILE_ROWS)
-            partials = _EMPTY((tiles, features), dtype=_F32, device=device)
+            partials = _STRIDED((tiles, features), (features, 1), dtype=_F32, device=device)
             source = (kernels.plain_with_sums(dy.data_ptr(), plan.code, rows, features, partials.data_ptr()),)
         state = ctx.grad_state if plan.delayed else None
         row, row_scale, col, col_scale = plan.quantize(plan, plan.operands[2], source, rows, features, stream, state)
         if partials is not None:
-            db = _EMPTY(features, dtype=plan.dtype, device=device)
+            db = _STRIDED((features,), (1,), dtype=plan.dtype, device=device)
             plan.reduce(partials.data_ptr(), tiles, db.data_ptr(), plan.code, 1, features, stream)
         block_dim = plan.operands[1].block_dim
         dx = plan.multiply(plan, row, row_scale, w_col, w_scale, None, plan.fast[1], block_dim)
         del row
         dw = plan.multiply(plan, col, col_scale, x_col, x_scale, None, plan.fast[2], 1)
         return None, dx if len(ctx.x_shape) == 2 else dx.view(ctx.x_shape), dw, db, None, None, None
+
+
+_differentiable_once = torch.autograd.function.once_differentiable(LeanLinear._gradients)
 
 
 def fits(plan: LeanPlan, recipe: Recipe | None, inp: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
