@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.delayed_scaling import advance, record
-from te_dist.dynamo.define import pure_op
+from te_dist.dynamo.define import mutating_op, pure_op
 from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
 from te_dist.pipeline.backward import layer_backward as backward_impl
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
@@ -60,7 +60,7 @@ def quantize_weights(
     return _quantize_weights(params, scales, config_of(spec, recipe, flags))
 
 
-@torch.library.custom_op("te_dist::update_weights", mutates_args=("workspaces", "amaxes"))
+@mutating_op("update_weights", ("workspaces", "amaxes"))
 def update_weights(
     params: Sequence[Optional[Tensor]],
     workspaces: Sequence[Tensor],
@@ -78,11 +78,6 @@ def update_weights(
             param = params[stage.weight_slot + g]
             if isinstance(storage, QuantizedStorage) and param is not None:
                 quantize_weight(param, weight_quantizer(config, stage, scales, amaxes, g), storage, True, skip)
-
-
-@update_weights.register_fake
-def _(params: Any, workspaces: Any, amaxes: Any, scales: Any, skip: Any, spec: Any, recipe: Any, flags: Any) -> None:
-    pass
 
 
 # ------------------------------------------------------------------------------------------------- forward
@@ -265,26 +260,16 @@ def layer_backward(
 
 
 # ------------------------------------------------------------------------------------------------- small ones
-@torch.library.custom_op("te_dist::advance_scales", mutates_args=("history", "scales"))
+@mutating_op("advance_scales", ("history", "scales"))
 def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
     if not in_backward():  # a recomputed forward uses the scales that the first one had
         advance(history, scales, largest, margin, algorithm)
 
 
-@advance_scales.register_fake
-def _(history: Any, scales: Any, largest: Any, margin: Any, algorithm: Any) -> None:
-    pass
-
-
-@torch.library.custom_op("te_dist::record_amaxes", mutates_args=("history",))
+@mutating_op("record_amaxes", ("history",))
 def record_amaxes(history: Tensor, amaxes: Tensor, of_forward: bool) -> None:
     if not (of_forward and in_backward()):
         record(history, amaxes)
-
-
-@record_amaxes.register_fake
-def _(history: Any, amaxes: Any, of_forward: Any) -> None:
-    pass
 
 
 # ------------------------------------------------------------------------------------------------- autograd
