@@ -11,6 +11,7 @@ from torch import Tensor
 
 import te_dist
 from te_dist.modules import linear as linear_module
+from te_dist.pipeline.config import CallFlags, resolve
 from te_dist.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -115,6 +116,14 @@ def test_delayed_scaling_equals_the_chain(bias: bool, recipe: Recipe, lean_calls
         assert len(lean_calls) == taken + 4
         for i, (a, b) in enumerate(zip(made, expected, strict=True)):
             assert torch.equal(a, b), (s, i)
+
+
+def test_whoever_was_first_to_use_an_equal_recipe(lean_calls: list[int]) -> None:
+    layer, x = layer_and_input(recipe=Float8CurrentScaling(amax_epsilon=0.125))
+    resolve(layer.spec, Float8CurrentScaling(amax_epsilon=0.125), CallFlags(True, (True, True)))
+    step(layer, x)
+    step(layer, x)
+    assert len(lean_calls) == 1
 
 
 def test_falls_back(lean_calls: list[int]) -> None:

@@ -158,7 +158,7 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
         """Called when the chain has run in a new configuration: perhaps the next call need not take it."""
         if self._is_plain() and type(inp) is Tensor:
-            self._lean = LeanPlan.of(config, self.weight, self.bias, inp) or self._lean
+            self._lean = LeanPlan.of(config, self._configs_recipe, self.weight, self.bias, inp) or self._lean
 
     def extra_repr(self) -> str:
         bias = bool(self._parts("bias")) if self.parameter_splits else self.bias is not None

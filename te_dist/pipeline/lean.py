@@ -76,13 +76,19 @@ class LeanPlan:
     amaxes: dict[int, Tensor]  # scratch, by stream
 
     @staticmethod
-    def of(config: LayerConfig, weight: Tensor, bias: Tensor | None, inp: Tensor) -> LeanPlan | None:
-        """The plan of a layer, or None if it has to take the chain."""
+    def of(
+        config: LayerConfig, recipe: Recipe | None, weight: Tensor, bias: Tensor | None, inp: Tensor
+    ) -> LeanPlan | None:
+        """The plan of a layer, or None if it has to take the chain.
+
+        Args:
+            recipe: the layer's. The configuration's own is equal to it, but may have come from another layer.
+        """
         stage, dtype, device = config.stages[0], inp.dtype, inp.device
         table = kernels.functions(device)
-        if not _is_usual(config, stage) or table is None or device.type != "cuda":
+        if recipe is None or not _is_usual(config, stage) or table is None or device.type != "cuda":
             return None
-        if isinstance(config.recipe, DelayedScaling) and not -126 <= config.recipe.margin <= 127:
+        if isinstance(recipe, DelayedScaling) and not -126 <= recipe.margin <= 127:
             return None  # the kernel's range
         kind = _kind(stage, config.delayed)
         rows, cols = weight.shape
@@ -94,7 +100,7 @@ class LeanPlan:
             return None
         operands = [_operand(stage, name) for name in ("input", "weight", "grad_output")]
         return LeanPlan(
-            recipe=config.recipe,  # type: ignore[arg-type]
+            recipe=recipe,
             dtype=dtype,
             code=kernels._FLOAT_CODE[dtype],
             device=device,
