@@ -535,8 +535,11 @@ class QuantizedLayer(torch.nn.Module):
             )
         return scales, [history]
 
-    def _record_compiled(self, histories: list[Tensor], amaxes: Tensor) -> None:
-        torch.ops.te_dist.record_amaxes(histories[0], amaxes, True)
+    def _record_compiled(self, histories: list[Tensor], amaxes: Tensor, of_forward: bool = True) -> None:
+        at = 0
+        for history in histories:
+            torch.ops.te_dist.record_amaxes(history, amaxes[at : at + history.shape[1]], of_forward)
+            at += history.shape[1]
 
     # ---------------------------------------------------------------------------------------- delayed scaling
     @torch.compiler.assume_constant_result

@@ -29,6 +29,7 @@ from te_dist.pipeline.saved import (
     rebuild_saved,
 )
 from te_dist.pipeline.weights import dgrad_operand
+from te_dist.producers import Producer
 from te_dist.recipe import NoRecipe, Recipe
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import release_saved_tensors
@@ -106,7 +107,7 @@ def forward_call(
 
 
 def backward_args(
-    call: LayerCall, frame: CallFrame, operands: Iterator[Any], tensors: Iterator[Tensor], dy: Tensor
+    call: LayerCall, frame: CallFrame, operands: Iterator[Any], tensors: Iterator[Tensor], dy: Tensor | Producer
 ) -> BwdArgs:
     """The arguments of backward. `operands`: as ``forward_call`` gave them; `tensors`: its flattened ``result.saved``."""
     config = call.config
@@ -117,7 +118,7 @@ def backward_args(
         params[stage.first_param] = next(operands)
         weights.append([next(operands) for _ in range(stage.spec.weights)])
     return BwdArgs(
-        dy=_matrix(dy, call.out_dtype),
+        dy=dy if isinstance(dy, Producer) else _matrix(dy, call.out_dtype),
         dnorm_output=None,
         x=x,
         params=params,

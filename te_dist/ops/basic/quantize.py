@@ -1,0 +1,92 @@
+"""Quantize: from here on, the tensor is what its quantized form holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_dist.ops.context import OperationContext
+from te_dist.ops.op import BasicOperation, Gradients, Saved
+from te_dist.pipeline.operands import padded_rows
+from te_dist.proto import TensorOrQuantized
+from te_dist.quantizers import IdentityQuantizer, Quantizer
+from te_dist.recipe import DelayedScaling, QuantizerRole, Recipe, interned, recipe_in_force
+from te_dist.tensors.storage import QuantizedStorage
+
+
+@torch.compiler.assume_constant_result
+def _quantizer(recipe: Recipe | None, operand: str, name: str) -> Quantizer | None:
+    if recipe is None:
+        return None
+    made = recipe.quantizer_for(QuantizerRole("quantize", operand, name))
+    return None if isinstance(made, IdentityQuantizer) else made.with_usage(rowwise=True, columnwise=False)
+
+
+class Quantize(BasicOperation):
+    """Quantizes the tensor in forward, its gradient in backward, or both; without a recipe neither.
+
+    A linear operation that follows takes the quantized tensor as its operand, and one that fuses with this operation
+    quantizes by itself what it would have got. Any other operation sees the values that the quantized form holds.
+
+    Args:
+        forward, backward: what to quantize.
+        recipe: None takes that of the surrounding ``te_dist.autocast``.
+    """
+
+    takes_quantized = True
+
+    def __init__(
+        self, forward: bool = True, backward: bool = False, *, recipe: Recipe | None = None, name: str | None = None
+    ) -> None:
+        super().__init__()
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"Quantize expects recipe to be a te_dist recipe or None but got {recipe!r}")
+        self.in_forward, self.in_backward = bool(forward), bool(backward)
+        self.recipe = interned(recipe)
+        self.name = name or ""
+
+    def _of(self, operand: str) -> Quantizer | None:
+        recipe = recipe_in_force(self.recipe)
+        if isinstance(recipe, DelayedScaling):
+            raise ValueError(
+                f"{self.label()} keeps no scales of its own, which DelayedScaling would need; only before a linear "
+                f"operation, which has some, it can quantize under that recipe"
+            )
+        return _quantizer(recipe, operand, self.name)
+
+    def op_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        requires_grad: bool,
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        **kwargs: Any,
+    ) -> tuple[TensorOrQuantized, Saved]:
+        if isinstance(input_, QuantizedStorage):
+            return input_, ()
+        quantizer = next_op_input_quantizer
+        if self.in_forward and quantizer is None:
+            quantizer = self._of("input")
+        if not self.in_forward or quantizer is None:
+            return input_.detach(), ()
+        rows = math.prod(input_.shape[:-1])
+        if next_op_input_quantizer is not None and padded_rows(quantizer, rows) != rows:
+            return input_.detach(), ()  # the product pads and quantizes
+        return quantizer.quantize(input_.detach()), ()
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: Saved, **kwargs: Any
+    ) -> None:
+        ctx.quantizer = self._of("grad_output") if self.in_backward else None  # type: ignore[attr-defined]
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
+        if ctx.quantizer is None:
+            return grad_output, ()
+        return ctx.quantizer.quantize(grad_output).dequantize(), ()
+
+    def extra_repr(self) -> str:
+        return f"forward={self.in_forward}, backward={self.in_backward}"
