@@ -103,13 +103,13 @@ def collective_now(x: Tensor, spec: Collective) -> Tensor:
     comm, move = spec.comm, spec.move
     if kernels.is_shapes_only():
         return x.new_empty((move.rows(x.shape[0], comm.size, "the tensor"), *x.shape[1:]))
+    if comm.is_local:
+        return x.clone()
     if move is Move.ALL_GATHER:
-        moved = comm.gather(move, x)
+        moved = comm.gather(move, x.contiguous())
         assert isinstance(moved, Tensor)
-    else:
-        # A reduction may work in place, on a tensor that is ours.
-        moved = comm.reduce(move, x if comm.is_local else x.clone(memory_format=torch.contiguous_format))
-    return moved.clone() if moved is x else moved
+        return moved
+    return comm.reduce(move, x.clone(memory_format=torch.contiguous_format))  # it may work in place
 
 
 @pure_op("collective")

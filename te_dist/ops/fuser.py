@@ -44,9 +44,7 @@ def _forward(
     x = input_
     count = plan.count
     requires_grad = [keep and i >= first for i in range(count)]
-    contexts = [
-        OperationContext(requires_grad[i], i > first or (i == 0 and input_grad and keep)) for i in range(count)
-    ]
+    contexts = [OperationContext(requires_grad[i], i > first or (i == 0 and input_grad and keep)) for i in range(count)]
     given: list[tuple[Tensor, ...]] = [()] * count
     made: dict[tuple[int, int], Tensor] = {}
     if plan.caller_inputs or plan.channels:

@@ -40,11 +40,22 @@ Splits = list[int] | Tensor | None
 
 @dataclasses.dataclass(slots=True)
 class EagerCall(LayerCall):
-    """A call of the pipeline, and where delayed scaling records what a chain of linear operations has seen."""
+    """A call of the pipeline."""
 
-    histories: list[Tensor] = dataclasses.field(default_factory=list)
-    records: bool = False
     frame: Any = None
+
+
+class AmaxRows:
+    """The newest rows of several histories, read like the one tensor of them side by side: what a chain of linear
+    operations sees goes straight to the operation that it belongs to."""
+
+    def __init__(self, histories: Sequence[Tensor]) -> None:
+        rows = [history[0] for history in histories]
+        self._places = [(row, i) for row in rows for i in range(row.shape[0])]
+
+    def __getitem__(self, where: slice) -> Tensor:
+        row, at = self._places[where.start]
+        return row[at : at + 1]
 
 
 class Lowered(QuantizedLayer):
@@ -59,9 +70,7 @@ class Lowered(QuantizedLayer):
         on = torch.is_grad_enabled()
         grads = [input_grad] + [on and p is not None and p.requires_grad for p in params]
         if torch.compiler.is_compiling():
-            call: Any = self._begin_compiled(
-                recipe, params, grads, caching, update, None, isinstance(splits, Tensor)
-            )
+            call: Any = self._begin_compiled(recipe, params, grads, caching, update, None, isinstance(splits, Tensor))
             call.any_grad = any(grads)
             call.seeded = call.draws_seeds or (
                 not any(grads) and self.training and _trains_with_seeds(self.spec, recipe)
@@ -111,7 +120,7 @@ class Lowered(QuantizedLayer):
             call.x = self._quantized_input(call.config, x)
         else:
             call.x = kernels.as_rows(x)
-        config = call.config
+        config, rows = call.config, call.x.shape[0]
         weight = params[config.stages[0].weight_slot]
         # Drawn here and not in begin(): in the order in which the operations run, as compiled code does.
         if config.draws_seed or (
@@ -120,16 +129,12 @@ class Lowered(QuantizedLayer):
             assert weight is not None
             call.seeds = draw_seeds(self.spec, weight)
         saved: Saved = ()
-        amaxes = call.amaxes
         if keep and config.flags.any_grad:
             result, operands, call.frame = forward_call(call, x.dtype, params)
             saved = (*operands, *flatten_saved(result.saved))
         else:
             result = layer_forward(forward_args(call, params))
-        if call.histories and call.records:
-            with hidden_from_modes():
-                _record_each(call.histories, amaxes)
-        return result.out.view(*call.lead, result.out.shape[-1]), saved
+        return _unfolded(result.out, call.lead, rows), saved
 
     def _compute_compiled(self, call: Any, x: Tensor, splits: Splits, keep: bool) -> tuple[Tensor, Saved]:
         params = [None if p is None else p.detach() for p in self._slots()]
@@ -166,14 +171,9 @@ class Lowered(QuantizedLayer):
         count = 4 + sum(1 + stage.spec.weights for stage in call.config.stages)
         operands, rest = iter(tensors[:count]), iter(tensors[count:])
         args = backward_args(call, call.frame, operands, rest, dy)
-        if call.histories:
-            args.amaxes = torch.zeros_like(args.scales)  # type: ignore[arg-type]
-        amaxes = args.amaxes
         tensors.clear()
         del operands, rest, dy
         result = backward_call(call, call.frame, args)
-        if call.histories:
-            _record_each(call.histories, amaxes)
         dx = result.dx
         return None if dx is None else dx.view(x_shape), result.dparams
 
@@ -229,11 +229,11 @@ class Lowered(QuantizedLayer):
             )
 
 
-def _record_each(histories: list[Tensor], amaxes: Tensor) -> None:
-    at = 0
-    for history in histories:
-        delayed_scaling.record(history, amaxes[at : at + history.shape[1]])
-        at += history.shape[1]
+def _unfolded(out: Tensor, lead: torch.Size, rows: int) -> Tensor:
+    """[M, N] -> [..., N]. Sequence parallelism changes the first of the leading dimensions."""
+    if out.shape[0] == rows:
+        return out.view(*lead, out.shape[1])
+    return out.view(lead[0] * out.shape[0] // rows, *lead[1:], out.shape[1])
 
 
 class ChainLayer(Lowered):
@@ -273,9 +273,9 @@ class ChainLayer(Lowered):
     def _delayed_call(
         self, call: LayerCall, recipe: Recipe | None, update: bool, recomputed: Recomputed | None
     ) -> None:
-        assert isinstance(call, EagerCall) and isinstance(recipe, DelayedScaling)
-        scales = []
-        call.records = (call.config.flags.any_grad or self.training) and not in_backward()
+        assert isinstance(recipe, DelayedScaling)
+        scales, histories = [], []
+        records = (call.config.flags.any_grad or self.training) and not in_backward()
         for linear in self.linears:
             history = linear.fp8_amax_history
             if history is None or linear._fp8_largest is None or history.shape[0] != recipe.amax_history_len:
@@ -283,13 +283,15 @@ class ChainLayer(Lowered):
                 history = linear.fp8_amax_history
             scale, largest = linear.fp8_scale, linear._fp8_largest
             assert history is not None and scale is not None and largest is not None
-            if call.records and update:
+            if records and update:
                 with hidden_from_modes():
                     delayed_scaling.advance(history, scale, largest, recipe.margin, recipe.amax_compute_algo)
             scales.append(scale)
-            call.histories.append(history)
+            histories.append(history)
         call.scales = torch.cat(scales)  # a copy: the next microbatch may advance them before this one's backward
-        call.amaxes = torch.zeros_like(call.scales)
+        newest: Any = AmaxRows(histories)
+        call.amaxes = newest if records else torch.zeros_like(call.scales)
+        call.grad_amaxes = newest
 
     def _scales_compiled(self, recipe: DelayedScaling, advances: bool) -> tuple[Tensor, list[Tensor]]:
         parts = [linear._scales_compiled(recipe, advances) for linear in self.linears]

@@ -43,11 +43,11 @@ class Sequential(torch.nn.Module):
         self._grouped: tuple[int, ...] = ()  # ids of the modules that the groups were made of
         self._version = 0
         if len(modules) == 1 and isinstance(modules[0], Mapping):
-            for name, module in modules[0].items():
-                self.add_module(name, self._checked(module))
+            named: Iterable[tuple[str, Any]] = modules[0].items()
         else:
-            for index, module in enumerate(modules):
-                self.add_module(str(index), self._checked(module))  # type: ignore[arg-type]
+            named = ((str(index), module) for index, module in enumerate(modules))
+        for name, module in named:
+            self.add_module(name, self._checked(module))
 
     def _checked(self, module: Any) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Module):

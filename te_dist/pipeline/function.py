@@ -109,7 +109,7 @@ def forward_call(
 def backward_args(
     call: LayerCall, frame: CallFrame, operands: Iterator[Any], tensors: Iterator[Tensor], dy: Tensor | Producer
 ) -> BwdArgs:
-    """The arguments of backward. `operands`: as ``forward_call`` gave them; `tensors`: its flattened ``result.saved``."""
+    """The arguments of backward. `operands`: from ``forward_call``; `tensors`: its flattened ``result.saved``."""
     config = call.config
     x, seeds, scales, offsets = (next(operands) for _ in range(4))
     params: list[Tensor | None] = [None] * config.spec.param_count

@@ -70,16 +70,12 @@ class Activation(BasicOperation):
             return out, ()
         return out, (_CACHE.quantize(input_.detach()) if self.cache_quantized_input else input_,)
 
-    def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Tensor, tensors_to_save: Saved, **kwargs: Any
-    ) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, tensors_to_save: Saved, **kwargs: Any) -> None:
         ctx.save_for_backward(*tensors_to_save)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         compute = (
-            torch.ops.te_dist.activation_backward
-            if torch.compiler.is_compiling()
-            else operations.activation_backward
+            torch.ops.te_dist.activation_backward if torch.compiler.is_compiling() else operations.activation_backward
         )
         return compute(grad_output, self.saved_input(ctx), self.activation), ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class LinearOperation(BasicOperation):
     recipe: Recipe | None
 
     # Per mode the operands of the role names, in the order of Transformer Engine's quantizers.
-    _OPERANDS = {"forward": ("x", "weight"), "backward": ("dy",)}
+    _OPERANDS: ClassVar[dict[str, tuple[str, ...]]] = {"forward": ("x", "weight"), "backward": ("dy",)}
 
     def num_quantizers(self, mode: str) -> int:
         return len(self._OPERANDS[mode])
@@ -98,8 +98,8 @@ class BasicLinear(Lowered, LinearOperation):
         comm = self._comm(label, tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         self.local_in_features, self.local_out_features = self._local_sizes(label, tensor_parallel_mode, comm.size)
         self._init_method = init_method
-        size = (self.local_out_features, self.local_in_features)
-        self.weight = Parameter(torch.empty(size, device=device, dtype=dtype))
+        shape = (self.local_out_features, self.local_in_features)
+        self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
         spec = LayerSpec((StageSpec(name=self.name, comm=comm),), "linear")
         self._init_layer(spec, recipe, fuse_wgrad_accumulation=accumulate_into_main_grad)
         self.reset_parameters()

@@ -68,9 +68,7 @@ class MakeExtraOutput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
-    def fuser_forward_compute(
-        self, input_: Any, **kwargs: Any
-    ) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Saved]]:
+    def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Saved]]:
         return input_.detach(), [(input_.detach(),)], [()]
 
     def fuser_forward_save_ctx(

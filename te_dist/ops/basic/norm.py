@@ -104,9 +104,7 @@ class Norm(BasicOperation):
             rows = kernels.as_rows(x)
             rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
             mean = torch.empty_like(rstd) if self.is_layer_norm else None
-            source = NormOutput(
-                rows, weight, bias, mean, rstd, eps=self.eps, zero_centered=self.zero_centered_gamma
-            )
+            source = NormOutput(rows, weight, bias, mean, rstd, eps=self.eps, zero_centered=self.zero_centered_gamma)
             quantized = quantized_output(source, next_op_input_quantizer, input_.shape)
             saved = [rstd] if mean is None else [mean, rstd]
         if quantized is None:

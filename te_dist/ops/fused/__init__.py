@@ -14,21 +14,15 @@ from te_dist.ops.fused.userbuffers import UserbuffersBackwardLinear, Userbuffers
 from te_dist.ops.fusions import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 
 register_forward_backward_fusion(LinearChain.fuse_forward_backward_ops)
-for _cls in (
-    UserbuffersForwardLinear,
-    ForwardLinearScaleAdd,
-    ForwardLinearBiasAdd,
-    ForwardLinearBiasActivation,
-):
-    register_forward_fusion(_cls.fuse_forward_ops)
-for _cls in (
-    UserbuffersBackwardLinear,
-    BackwardActivationBias,
-    BackwardLinearAdd,
-    BackwardAddRMSNorm,
-    BackwardLinearScale,
-):
-    register_backward_fusion(_cls.fuse_backward_ops)
+register_forward_fusion(UserbuffersForwardLinear.fuse_forward_ops)
+register_forward_fusion(ForwardLinearScaleAdd.fuse_forward_ops)
+register_forward_fusion(ForwardLinearBiasAdd.fuse_forward_ops)
+register_forward_fusion(ForwardLinearBiasActivation.fuse_forward_ops)
+register_backward_fusion(UserbuffersBackwardLinear.fuse_backward_ops)
+register_backward_fusion(BackwardActivationBias.fuse_backward_ops)
+register_backward_fusion(BackwardLinearAdd.fuse_backward_ops)
+register_backward_fusion(BackwardAddRMSNorm.fuse_backward_ops)
+register_backward_fusion(BackwardLinearScale.fuse_backward_ops)
 
 __all__ = [
     "BackwardActivationBias",

@@ -1,8 +1,7 @@
 """Fused operations around a linear one: what comes right after it in the forward, or right before it.
 
 `linear` is a BasicLinear or a LinearChain in each of them. The sums and factors of residual branches are written into
-the product's own result, which nobody else holds: one pass over memory less, and the same bits where it is the same
-arithmetic.
+the product's own result, which nobody else holds: no memory of their own, and the same bits.
 """
 
 from __future__ import annotations
@@ -80,7 +79,8 @@ class _AfterLinear(FusedOperation):
         **kwargs: Any,
     ) -> None:
         count = self.inner_count
-        self.inner.fuser_forward_save_ctx(basic_op_ctxs[:count], input_, tensors_to_save[:count], **self._of_inner(kwargs))
+        inner_kwargs = self._of_inner(kwargs)
+        self.inner.fuser_forward_save_ctx(basic_op_ctxs[:count], input_, tensors_to_save[:count], **inner_kwargs)
         # The others' notes do not depend on their input, which was never a tensor of its own.
         for i, op in enumerate(self.basic_operations[count:], count):
             own = {
@@ -93,7 +93,7 @@ class _AfterLinear(FusedOperation):
 
 
 class ForwardLinearBiasAdd(_AfterLinear):
-    """Linear, [Bias,] AddExtraInput. Bit-equal to the three apart."""
+    """Linear, [Bias,] AddExtraInput. Bit-equal to the linear operation with its bias, and the sum apart."""
 
     def __init__(self, *, linear: LinearLike, bias: Bias | None = None, add: AddExtraInput) -> None:
         super().__init__(_with_bias(linear, bias), add)
@@ -115,7 +115,7 @@ class ForwardLinearBiasAdd(_AfterLinear):
 
 
 class ForwardLinearScaleAdd(_AfterLinear):
-    """Linear, ConstantScale, AddExtraInput: extra + scale * y in one pass, rounded once."""
+    """Linear, ConstantScale, AddExtraInput. Bit-equal to the three apart."""
 
     def __init__(self, *, linear: LinearLike, scale: ConstantScale, add: AddExtraInput) -> None:
         super().__init__(linear, scale, add)
@@ -124,7 +124,8 @@ class ForwardLinearScaleAdd(_AfterLinear):
     def finish(self, product: Tensor, kwargs: dict[str, Any]) -> tuple[TensorOrQuantized, list[Saved]]:
         extra = kwargs["basic_op_extra_inputs"][-1][0]
         self.add_op[0].check(product, extra)
-        return torch.add(extra.to(product.dtype), product, alpha=self.scale), [(), ()]
+        # Not torch.add with an alpha: some devices round that factor to the tensors' type.
+        return product.mul_(self.scale).add_(extra.to(product.dtype)), [(), ()]
 
     @staticmethod
     def fuse_forward_ops(ops: Sequence[FusibleOperation], **unused: Any) -> list[FusibleOperation]:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from te_dist.comm import Comm
-from te_dist.ops.basic import Activation, AllGather, AllReduce, BasicLinear, Bias, GroupedLinear, Quantize, ReduceScatter
+from te_dist.ops.basic import (
+    Activation,
+    AllGather,
+    AllReduce,
+    BasicLinear,
+    Bias,
+    GroupedLinear,
+    Quantize,
+    ReduceScatter,
+)
 from te_dist.ops.basic.norm import Norm
 from te_dist.ops.context import OperationContext
 from te_dist.ops.fusions import windows
@@ -325,4 +334,3 @@ def why_not_chained(before: StageOps, after: StageOps) -> str:
 class ForwardGroupedMLP(LinearChain):
     """Grouped linear operations with what is between them, as the experts of a mixture are: GroupedLinear, activation,
     GroupedLinear. All get the same split_sizes."""
-

@@ -1,4 +1,4 @@
-"""A linear operation together with its communication. Whether the collective overlaps with the product is the Comm's."""
+"""A linear operation together with its communication. Whether a collective overlaps with a product is the Comm's."""
 
 from __future__ import annotations
 
