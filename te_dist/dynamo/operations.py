@@ -3,6 +3,7 @@ compiled graph.
 
     te_dist::activation_forward, activation_backward, activation_bias_backward
     te_dist::column_sums                             a bias' gradient
+    te_dist::rounded                                 to what a quantized form holds
     te_dist::l2norm_forward, l2norm_backward
     te_dist::dropout_forward                         draws from torch's generator
     te_dist::collective                              what a Comm moves
@@ -11,6 +12,7 @@ Each is its own fake. No ``from __future__ import annotations``: the annotations
 """
 
 import dataclasses
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from te_dist.comm import Comm
 from te_dist.dynamo.define import pure_op
 from te_dist.plan import Move
 from te_dist.producers import ActivationGradient, ActivationOutput, Plain
+from te_dist.quantizers import IdentityQuantizer, Quantizer
+from te_dist.recipe import QuantizerRole, Recipe
 from te_dist.values import Value, value_type
 
 
@@ -56,6 +60,23 @@ def column_sums(dy: Tensor, dtype: torch.dtype) -> Tensor:
     source = Plain(kernels.as_rows(dy))
     source.want_column_sums()
     return kernels.column_sums(source, dtype)
+
+
+# ------------------------------------------------------------------------------------------------- quantize
+def quantizer_of(recipe: Recipe, operand: str, name: str) -> Optional[Quantizer]:
+    """What a recipe quantizes "input" or "grad_output" of a Quantize by, one plane of it; None is nothing."""
+    made = recipe.quantizer_for(QuantizerRole("quantize", operand, name))
+    return None if isinstance(made, IdentityQuantizer) else made.with_usage(rowwise=True, columnwise=False)
+
+
+# Seeded, because a gradient may be rounded stochastically.
+@pure_op("rounded", tags=(torch.Tag.nondeterministic_seeded,))
+def rounded(x: Tensor, recipe: Recipe, operand: str, name: str) -> Tensor:
+    """The values that the quantized form of x holds."""
+    quantizer = quantizer_of(recipe, operand, name)
+    if kernels.is_shapes_only() or quantizer is None:
+        return torch.empty_like(x) if quantizer is not None else x.clone()
+    return quantizer.quantize(x).dequantize()
 
 
 # ------------------------------------------------------------------------------------------------- l2 norm

@@ -152,11 +152,12 @@ class _FuserFunction(torch.autograd.Function):
         kwargs: list[dict[str, Any]],
         first: int,
         input_grad: bool,
-        input_: Tensor,
-        *tensors: Tensor,
+        places: list[int] | None,
+        *given: Tensor,
     ) -> Any:
-        extra_inputs = tensors[: len(plan.caller_inputs)]
-        x = _entering(input_)
+        tensors = given if places is None else [given[place] for place in places]
+        extra_inputs = tensors[1 : 1 + len(plan.caller_inputs)]
+        x = _entering(tensors[0])
         out, extra_outputs, contexts = _forward(plan, kwargs, first, input_grad, True, x, extra_inputs)
         saved: list[Tensor] = []
         shells = []
@@ -166,7 +167,7 @@ class _FuserFunction(torch.autograd.Function):
             shells.append(shell)
             context.to_save = ()
         ctx.save_for_backward(*saved)
-        ctx.contexts, ctx.shells, ctx.plan, ctx.first = contexts, shells, plan, first
+        ctx.contexts, ctx.shells, ctx.plan, ctx.first, ctx.places = contexts, shells, plan, first, places
         ctx.param_counts = [len(parameters_of(op)) for op in plan.basic_ops]
         if set_output_requires_grad:
             constant = [
@@ -202,7 +203,36 @@ class _FuserFunction(torch.autograd.Function):
                     f"{op.label()} has {count} parameters but its backward returned {len(values)} gradients for them"
                 )
             grads.extend(values)
-        return None, None, None, None, None, dx, *of_inputs, *grads
+        results = [dx, *of_inputs, *grads]
+        if ctx.places is not None:
+            results = _summed(results, ctx.places)
+        return None, None, None, None, None, None, *results
+
+
+def _unique(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """The tensors without repetitions, and where each is among them. Dynamo wants none in a Function's arguments, but
+    a residual branch may be the input itself, and two operations may share a weight."""
+    unique: list[Tensor] = []
+    places = []
+    for tensor in tensors:
+        place = len(unique)
+        for i, known in enumerate(unique):
+            if known is tensor:
+                place = i
+        if place == len(unique):
+            unique.append(tensor)
+        places.append(place)
+    return unique, places
+
+
+def _summed(gradients: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The gradients of the unique tensors."""
+    sums: list[Any] = [None] * (max(places) + 1)
+    for gradient, place in zip(gradients, places, strict=True):
+        if gradient is not None:
+            known = sums[place]
+            sums[place] = gradient if known is None else known + gradient
+    return sums
 
 
 def _entering(input_: Tensor) -> Any:
@@ -283,6 +313,11 @@ class OperationFuser:
         plan = self._plan_of_call()
         if torch.compiler.is_compiling() and plan.legacy:
             return self._outside_of_graph(plan)(input, extra_inputs, op_kwargs)
+        if torch.compiler.is_compiling() and plan.forward[-1].op.returns_storage:
+            raise ValueError(
+                f"{plan.basic_ops[-1].label()} is the last operation, and a compiled graph cannot return a quantized "
+                f"tensor; let another operation follow"
+            )
         return self._run(plan, input, extra_inputs, op_kwargs)
 
     def _run(self, plan: FusionPlan, input: Tensor, extra_inputs: Sequence[Tensor], op_kwargs: Any) -> Any:
@@ -316,8 +351,11 @@ class OperationFuser:
                 call = step.op.prepare(wanted, given[lo : step.last])
                 kwargs[lo] = {**kwargs[lo], "call": call}
         if keep:
-            flat = [p for each in params for p in each]
-            return _FuserFunction.apply(plan, True, kwargs, first, input_grad, input, *extra_inputs, *flat)
+            tensors: list[Tensor] = [input, *extra_inputs, *[p for each in params for p in each]]
+            places = None
+            if torch.compiler.is_compiling():
+                tensors, places = _unique(tensors)
+            return _FuserFunction.apply(plan, True, kwargs, first, input_grad, places, *tensors)
         out, extra_outputs, _ = _forward(plan, kwargs, first, False, False, _entering(input), extra_inputs)
         if isinstance(out, QuantizedStorage):
             out = wrap(out)

@@ -80,6 +80,7 @@ class FusibleOperation(torch.nn.Module):
 
     prepares: ClassVar[bool] = False  # whether prepare() does anything
     takes_quantized: ClassVar[bool] = False  # whether the input may be a storage
+    returns_storage: ClassVar[bool] = False  # whether the output is one, whoever follows
 
     def input_quantizer_of(self, call: Any) -> Quantizer | None:
         """The quantizer that this operation's input may come quantized by, in a call that ``prepare`` has begun."""
@@ -425,14 +426,15 @@ class BasicOperation(FusibleOperation, checked=False):
         """The operation alone: the output, or a tuple of it and the extra outputs."""
         from te_dist.ops.fuser import OperationFuser
 
-        if self._fuser is None:
+        if torch.compiler.is_compiling() or self._fuser is None:  # in this order: a graph must not depend on it
             self._make_fuser(OperationFuser)
         assert self._fuser is not None
         return self._fuser(input, *extra_inputs, op_kwargs={self: kwargs} if kwargs else None)
 
     @torch.compiler.assume_constant_result
     def _make_fuser(self, cls: type[OperationFuser]) -> None:
-        object.__setattr__(self, "_fuser", cls([self]))
+        if self._fuser is None:
+            object.__setattr__(self, "_fuser", cls([self]))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -473,7 +475,7 @@ class FusedOperation(FusibleOperation):
         """The operations alone: the output, or a tuple of it and the extra outputs."""
         from te_dist.ops.fuser import OperationFuser
 
-        if self._fuser is None:
+        if torch.compiler.is_compiling() or self._fuser is None:  # in this order: a graph must not depend on it
             self._make_fuser(OperationFuser)
         assert self._fuser is not None
         op_kwargs = None
@@ -483,7 +485,8 @@ class FusedOperation(FusibleOperation):
 
     @torch.compiler.assume_constant_result
     def _make_fuser(self, cls: type[OperationFuser]) -> None:
-        object.__setattr__(self, "_fuser", cls([self]))
+        if self._fuser is None:
+            object.__setattr__(self, "_fuser", cls([self]))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

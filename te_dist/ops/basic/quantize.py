@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from te_dist.dynamo.operations import quantizer_of, rounded
 from te_dist.ops.context import OperationContext
 from te_dist.ops.op import BasicOperation, Gradients, Saved
 from te_dist.pipeline.operands import padded_rows
 from te_dist.proto import TensorOrQuantized
-from te_dist.quantizers import IdentityQuantizer, Quantizer
-from te_dist.recipe import DelayedScaling, QuantizerRole, Recipe, interned, recipe_in_force
+from te_dist.quantizers import Quantizer
+from te_dist.recipe import DelayedScaling, Recipe, interned, recipe_in_force
 from te_dist.tensors.storage import QuantizedStorage
-
-
-@torch.compiler.assume_constant_result
-def _quantizer(recipe: Recipe | None, operand: str, name: str) -> Quantizer | None:
-    if recipe is None:
-        return None
-    made = recipe.quantizer_for(QuantizerRole("quantize", operand, name))
-    return None if isinstance(made, IdentityQuantizer) else made.with_usage(rowwise=True, columnwise=False)
 
 
 class Quantize(BasicOperation):
@@ -37,6 +29,7 @@ class Quantize(BasicOperation):
     """
 
     takes_quantized = True
+    returns_storage = True
 
     def __init__(
         self, forward: bool = True, backward: bool = False, *, recipe: Recipe | None = None, name: str | None = None
@@ -48,14 +41,14 @@ class Quantize(BasicOperation):
         self.recipe = interned(recipe)
         self.name = name or ""
 
-    def _of(self, operand: str) -> Quantizer | None:
+    def _recipe(self) -> Recipe | None:
         recipe = recipe_in_force(self.recipe)
         if isinstance(recipe, DelayedScaling):
             raise ValueError(
                 f"{self.label()} keeps no scales of its own, which DelayedScaling would need; only before a linear "
                 f"operation, which has some, it can quantize under that recipe"
             )
-        return _quantizer(recipe, operand, self.name)
+        return recipe
 
     def op_forward_compute(
         self,
@@ -68,25 +61,30 @@ class Quantize(BasicOperation):
     ) -> tuple[TensorOrQuantized, Saved]:
         if isinstance(input_, QuantizedStorage):
             return input_, ()
-        quantizer = next_op_input_quantizer
-        if self.in_forward and quantizer is None:
-            quantizer = self._of("input")
-        if not self.in_forward or quantizer is None:
+        if not self.in_forward:
             return input_.detach(), ()
-        rows = math.prod(input_.shape[:-1])
-        if next_op_input_quantizer is not None and padded_rows(quantizer, rows) != rows:
+        quantizer = next_op_input_quantizer
+        if quantizer is None:
+            recipe = self._recipe()
+            if recipe is None:
+                return input_.detach(), ()
+            if torch.compiler.is_compiling():
+                return torch.ops.te_dist.rounded(input_.detach(), recipe, "input", self.name), ()
+            quantizer = quantizer_of(recipe, "input", self.name)
+        elif padded_rows(quantizer, input_.shape[:-1].numel()) != input_.shape[:-1].numel():
             return input_.detach(), ()  # the product pads and quantizes
-        return quantizer.quantize(input_.detach()), ()
+        return input_.detach() if quantizer is None else quantizer.quantize(input_.detach()), ()
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: Saved, **kwargs: Any
     ) -> None:
-        ctx.quantizer = self._of("grad_output") if self.in_backward else None  # type: ignore[attr-defined]
+        ctx.recipe = self._recipe() if self.in_backward else None  # type: ignore[attr-defined]
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
-        if ctx.quantizer is None:
+        if ctx.recipe is None:
             return grad_output, ()
-        return ctx.quantizer.quantize(grad_output).dequantize(), ()
+        compute = torch.ops.te_dist.rounded if torch.compiler.is_compiling() else rounded
+        return compute(grad_output, ctx.recipe, "grad_output", self.name), ()
 
     def extra_repr(self) -> str:
         return f"forward={self.in_forward}, backward={self.in_backward}"

@@ -37,12 +37,13 @@ class Reshape(BasicOperation):
         self.shape = tuple(shape)
         if not all(isinstance(size, int) for size in self.shape) or sum(size == -1 for size in self.shape) > 1:
             raise ValueError(f"Reshape expects sizes of which at most one is -1 but got {self.shape}")
+        self._known = math.prod(size for size in self.shape if size != -1)
 
     def width_after(self, width: int | None, before: str) -> int | None:
         return self.shape[-1] if self.shape and self.shape[-1] != -1 else None
 
     def op_forward_compute(self, input_: Tensor, *, requires_grad: bool, **kwargs: Any) -> tuple[Tensor, Saved]:
-        known = math.prod(size for size in self.shape if size != -1)
+        known = self._known
         if input_.numel() != known and (-1 not in self.shape or known == 0 or input_.numel() % known):
             raise ValueError(f"Reshape cannot make {list(self.shape)} of an input of shape {list(input_.shape)}")
         return input_.detach().reshape(self.shape), ()
