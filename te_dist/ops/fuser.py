@@ -325,7 +325,7 @@ class OperationFuser:
         if not self._started and not torch.compiler.is_compiling():
             self._start(input)
         device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             if input.dtype != dtype and not isinstance(input, QuantizedTensor):
                 input = input.to(dtype)
