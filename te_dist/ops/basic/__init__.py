@@ -1,6 +1,6 @@
 """The basic operations."""
 
-from te_dist.ops.basic.activation import (
+from te_dist.ops.basic.activations import (
     GEGLU,
     GELU,
     QGEGLU,
