@@ -2,8 +2,8 @@
 
     python benchmarks/ops.py [--json PATH]
 
-time    of RMSNorm, Linear, SwiGLU, Linear in an ops.Sequential, relative to LayerNormMLP (1.00), as a training loop sees
-        it and on the device alone; the two are measured in turns, so that the clock's drift meets both
+time    of RMSNorm, Linear, SwiGLU, Linear in an ops.Sequential, relative to LayerNormMLP (1.00), as a training loop
+        sees it and on the device alone; the two are measured in turns, so that the clock's drift meets both
 host    microseconds of host time of the same pair at a size where nothing else counts
 """
 

@@ -799,7 +799,7 @@ def test_the_page_runs() -> None:
     assert shown == "".join(f"# {line}\n" for line in names["mlp"].explanation().splitlines())
 
 
-@pytest.mark.parametrize("module", [ops.op, ops.sequential, ops.linear, ops.basic.activations], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ops.op, ops.sequential, ops.linear, ops.basic.activations], ids=str)
 def test_docstrings_run(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0 and results.failed == 0

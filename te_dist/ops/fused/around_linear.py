@@ -24,6 +24,17 @@ from te_dist.quantizers import Quantizer
 LinearLike = BasicLinear | LinearChain
 
 
+def _added(own: Tensor, other: Tensor) -> Tensor:
+    """The sum, in the memory of `own`, which is ours. Not while tracing: a graph decides about memory by itself, and
+    torch 2.11 loses the gradient of an autograd.Function's result that was written in place."""
+    other = other.to(own.dtype)
+    return own + other if torch.compiler.is_compiling() else own.add_(other)
+
+
+def _scaled(own: Tensor, scale: float) -> Tensor:
+    return own * scale if torch.compiler.is_compiling() else own.mul_(scale)
+
+
 def is_linear(op: FusibleOperation) -> bool:
     return isinstance(op, BasicLinear | LinearChain)
 
@@ -102,7 +113,7 @@ class ForwardLinearBiasAdd(_AfterLinear):
     def finish(self, product: Tensor, kwargs: dict[str, Any]) -> tuple[TensorOrQuantized, list[Saved]]:
         extra = kwargs["basic_op_extra_inputs"][-1][0]
         self.add_op[0].check(product, extra)
-        return product.add_(extra.to(product.dtype)), [()]
+        return _added(product, extra), [()]
 
     @staticmethod
     def fuse_forward_ops(ops: Sequence[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
@@ -125,7 +136,7 @@ class ForwardLinearScaleAdd(_AfterLinear):
         extra = kwargs["basic_op_extra_inputs"][-1][0]
         self.add_op[0].check(product, extra)
         # Not torch.add with an alpha: some devices round that factor to the tensors' type.
-        return product.mul_(self.scale).add_(extra.to(product.dtype)), [(), ()]
+        return _added(_scaled(product, self.scale), extra), [(), ()]
 
     @staticmethod
     def fuse_forward_ops(ops: Sequence[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
@@ -200,7 +211,7 @@ class BackwardLinearAdd(_BeforeLinear):
         super().__init__(backward_add, linear)
 
     def finish(self, dx: Tensor, grad_extra: tuple[Tensor, ...]) -> Tensor:
-        return dx.add_(grad_extra[0].to(dx.dtype))
+        return _added(dx, grad_extra[0])
 
     @staticmethod
     def fuse_backward_ops(ops: Sequence[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
@@ -220,7 +231,7 @@ class BackwardAddRMSNorm(_BeforeLinear):
         super().__init__(add, rmsnorm)
 
     def finish(self, dx: Tensor, grad_extra: tuple[Tensor, ...]) -> Tensor:
-        return dx.add_(grad_extra[0].to(dx.dtype))
+        return _added(dx, grad_extra[0])
 
     @staticmethod
     def fuse_backward_ops(ops: Sequence[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
@@ -244,7 +255,7 @@ class BackwardLinearScale(_BeforeLinear):
         self.scale = scale.scale
 
     def finish(self, dx: Tensor, grad_extra: tuple[Tensor, ...]) -> Tensor:
-        return dx.mul_(self.scale)
+        return _scaled(dx, self.scale)
 
     @staticmethod
     def fuse_backward_ops(ops: Sequence[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
