@@ -70,6 +70,27 @@ def _call_constants(
     return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
 
 
+class CompiledCall:
+    """One compiled call between its preparation and its forward op."""
+
+    def __init__(
+        self,
+        flags: CallFlags,
+        recipe: Recipe,
+        kept: list[int],
+        saves: tuple[bool, bool],
+        weight_count: int,
+        delayed: bool,
+        draws_seeds: bool,
+    ) -> None:
+        self.flags, self.recipe, self.kept, self.saves = flags, recipe, kept, saves
+        self.weight_count, self.delayed, self.draws_seeds = weight_count, delayed, draws_seeds
+        self.weights: list[Tensor] = []
+        self.scales: Tensor | None = None
+        self.histories: list[Tensor] = []
+        self.records = False
+
+
 def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
     """The rows of each group, or where each ends on the device."""
     return (None, splits) if isinstance(splits, Tensor) else (splits, None)
@@ -237,14 +258,10 @@ class QuantizedLayer(torch.nn.Module):
         if self._is_parallel:
             call.unit = rows_per_entry(inp.shape)
         if isinstance(inp, QuantizedTensor):
-            call.x = self._quantized_input(config, inp)
+            call.x = self._quantized_input(config, inp.quantized_storage)
         else:
             call.x = kernels.as_rows(inp.detach())
-        # What inference mode makes, training could not use later.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            if config.delayed:
-                self._delayed_call(call, recipe, update, recomputed)
-            call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
+        self._fill_call(call, recipe, params, caching, update, skip, recomputed)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
             if self.training and _trains_with_seeds(self.spec, recipe):
@@ -262,6 +279,23 @@ class QuantizedLayer(torch.nn.Module):
         call.wgrad_store = self.wgrad_store
         return EagerLayer.apply(call, inp, *params)
 
+    def _fill_call(
+        self,
+        call: LayerCall,
+        recipe: Recipe | None,
+        params: Sequence[Tensor | None],
+        caching: bool,
+        update: bool,
+        skip: Tensor | None = None,
+        recomputed: Recomputed | None = None,
+    ) -> None:
+        """Delayed scaling's scales and the weights as the products read them."""
+        # What inference mode makes, training could not use later.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            if call.config.delayed:
+                self._delayed_call(call, recipe, update, recomputed)
+            call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
+
     def _config(
         self,
         recipe: Recipe | None,
@@ -270,11 +304,23 @@ class QuantizedLayer(torch.nn.Module):
         caching: bool,
         device_splits: bool = False,
     ) -> LayerConfig:
+        on = torch.is_grad_enabled()
+        grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
+        return self._config_of(recipe, params, grads, caching, device_splits, inp)
+
+    def _config_of(
+        self,
+        recipe: Recipe | None,
+        params: Sequence[Tensor | None],
+        grads: tuple[bool, ...],
+        caching: bool,
+        device_splits: bool = False,
+        inp: Tensor | None = None,
+    ) -> LayerConfig:
+        """The configuration of a call; `grads`: of the input, then of every slot."""
         if recipe is not self._configs_recipe:
             self._check_recipe(recipe, params)
             self._configs, self._configs_recipe = {}, recipe
-        on = torch.is_grad_enabled()
-        grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
         key: Any = (grads, caching, device_splits)
         shards = sequence_shards.rows if self._is_parallel else ()
         if shards:
@@ -284,7 +330,8 @@ class QuantizedLayer(torch.nn.Module):
             flags = CallFlags(grads[0], grads[1:], caching, device_splits=device_splits, shards=shards)
             config = resolve(self.spec, recipe, flags)
             self._configs[key] = config
-            self._config_made(config, inp)
+            if inp is not None:
+                self._config_made(config, inp)
         return config
 
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
@@ -305,8 +352,7 @@ class QuantizedLayer(torch.nn.Module):
                             f"but it is {size}"
                         )
 
-    def _quantized_input(self, config: LayerConfig, inp: QuantizedTensor) -> QuantizedStorage:
-        storage = inp.quantized_storage
+    def _quantized_input(self, config: LayerConfig, storage: QuantizedStorage) -> QuantizedStorage:
         wanted = config.stages[0].x
         layout = None if wanted is None else wanted.with_usage(rowwise=True, columnwise=True)
         given = storage.quantizer.layout_quantizer().with_usage(rowwise=True, columnwise=True)
@@ -445,62 +491,87 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         on = torch.is_grad_enabled()
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
+        sizes, offsets = by_host_or_device(splits)
+        call = self._begin_compiled(recipe, params, grads, caching, update, skip, isinstance(splits, Tensor))
+        spec = self.spec
+        if not any(grads):
+            detached = [None if p is None else p.detach() for p in params]
+            seeded = self.training and _trains_with_seeds(spec, recipe)
+            op = compiled.forward_op(self._is_parallel, seeded)
+            made = op(
+                inp, detached, call.weights, call.scales, sizes or [], offsets, spec, call.recipe, call.flags, inp.dtype
+            )
+            if call.records:
+                self._record_compiled(call.histories, made[2 if spec.return_norm_output else 1])
+            return (made[0], made[1]) if spec.return_norm_output else made[0]
+        return compiled.CompiledLayer.apply(
+            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], call.weight_count, call.kept, call.saves,
+            call.delayed, call.draws_seeds, offsets, call.scales, call.histories[0] if call.delayed else None,
+            *call.weights, *params,
+        )  # fmt: skip
+
+    def _begin_compiled(
+        self,
+        recipe: Recipe | None,
+        params: list[Tensor | None],
+        grads: list[bool],
+        caching: bool,
+        update: bool,
+        skip: Tensor | None,
+        device_splits: bool,
+    ) -> CompiledCall:
+        """Everything of a compiled call that comes before its forward op: constants, scales, quantized weights."""
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
-        flags, known, kept, saves, weight_count, delayed, draws_seeds = _call_constants(
-            self.spec,
-            recipe,
-            caching,
-            None,
-            isinstance(splits, Tensor),
-            sequence_shards.rows if self._is_parallel else (),
-            *grads,
-        )
-        sizes, offsets = by_host_or_device(splits)
-        scales = history = None
+        shards = sequence_shards.rows if self._is_parallel else ()
+        call = CompiledCall(*_call_constants(self.spec, recipe, caching, None, device_splits, shards, *grads))
         amaxes = None
-        records = False
-        if delayed and isinstance(recipe, DelayedScaling):
-            self._ensure_delayed(recipe)
-            scales, history = self.fp8_scale, self.fp8_amax_history
-            records = any(grads) or self.training
-            if records and update:
-                torch.ops.te_dist.advance_scales(
-                    history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
-                )
-        detached = [None if p is None else p.detach() for p in params]
-        weights: list[Tensor] = []
-        if weight_count:
+        if call.delayed and isinstance(recipe, DelayedScaling):
+            call.records = any(grads) or self.training
+            call.scales, call.histories = self._scales_compiled(recipe, call.records and update)
+        if call.weight_count:
+            detached = [None if p is None else p.detach() for p in params]
+            scales, weight_count = call.scales, call.weight_count
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
-                weights = list(self._workspaces)
+                call.weights = list(self._workspaces)
                 if update or skip is not None:
-                    amaxes = torch.zeros_like(scales) if scales is not None else inp.new_zeros(1, dtype=torch.float32)
-                    torch.ops.te_dist.update_weights(detached, weights, amaxes, scales, skip, self.spec, known, flags)
+                    like = call.weights[0]
+                    amaxes = torch.zeros_like(scales) if scales is not None else like.new_zeros(1, dtype=torch.float32)
+                    torch.ops.te_dist.update_weights(
+                        detached, call.weights, amaxes, scales, skip, self.spec, call.recipe, call.flags
+                    )
             else:
                 quantize = (
                     torch.ops.te_dist.quantize_weights_exchanged
                     if self._is_parallel
                     else torch.ops.te_dist.quantize_weights
                 )
-                made = quantize(detached, scales, self.spec, known, flags)
-                weights = list(made[:weight_count])
-                amaxes = made[weight_count] if delayed else None
+                made = quantize(detached, scales, self.spec, call.recipe, call.flags)
+                call.weights = list(made[:weight_count])
+                amaxes = made[weight_count] if call.delayed else None
                 if caching:
-                    self._workspaces = weights
+                    self._workspaces = call.weights
                     self._workspace_recipe = recipe
-        if records and amaxes is not None:
-            torch.ops.te_dist.record_amaxes(history, amaxes, True)
-        if not any(grads):
-            seeded = self.training and _trains_with_seeds(self.spec, recipe)
-            op = compiled.forward_op(self._is_parallel, seeded)
-            made = op(inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype)
-            if records:
-                torch.ops.te_dist.record_amaxes(history, made[2 if self.spec.return_norm_output else 1], True)
-            return (made[0], made[1]) if self.spec.return_norm_output else made[0]
-        return compiled.CompiledLayer.apply(
-            inp, self.spec, known, flags, inp.dtype, sizes or [], weight_count, kept, saves, delayed,
-            draws_seeds, offsets, scales, history, *weights, *params,
-        )  # fmt: skip
+        if call.records and amaxes is not None:
+            self._record_compiled(call.histories, amaxes)
+        return call
+
+    def _scales_compiled(self, recipe: DelayedScaling, advances: bool) -> tuple[Tensor, list[Tensor]]:
+        """Delayed scaling's scales for this call, and the histories that what it sees is recorded in."""
+        self._ensure_delayed(recipe)
+        scales, history = self.fp8_scale, self.fp8_amax_history
+        assert scales is not None and history is not None
+        if advances:
+            torch.ops.te_dist.advance_scales(
+                history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
+            )
+        return scales, [history]
+
+    def _record_compiled(self, histories: list[Tensor], amaxes: Tensor, of_forward: bool = True) -> None:
+        at = 0
+        for history in histories:
+            torch.ops.te_dist.record_amaxes(history, amaxes[at : at + history.shape[1]], of_forward)
+            at += history.shape[1]
 
     # ---------------------------------------------------------------------------------------- delayed scaling
     @torch.compiler.assume_constant_result

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_dist.pipeline.config import LayerConfig
+from te_dist.producers import Producer
 from te_dist.tensors.storage import QuantizedStorage
 
 TensorOrQuantized = Tensor | QuantizedStorage
@@ -56,7 +57,7 @@ class FwdResult:
 @dataclasses.dataclass(slots=True)
 class BwdArgs:
     # tensors
-    dy: Tensor  # [M, N]
+    dy: Tensor | Producer  # [M, N]
     dnorm_output: Tensor | None  # gradient of the norm's output where that was returned
     x: TensorOrQuantized | None  # the layer's input, where backward needs it
     params: list[Tensor | None]  # as in FwdArgs; None where backward does not need one

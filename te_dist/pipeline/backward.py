@@ -59,7 +59,7 @@ def layer_backward(args: BwdArgs) -> BwdResult:
 def _stages_backward(args: BwdArgs) -> BwdResult:
     config = args.config
     result = BwdResult(None, [None] * config.spec.param_count)
-    sources: list[Producer] = [Plain(args.dy)]
+    sources: list[Producer] = [args.dy if isinstance(args.dy, Producer) else Plain(args.dy)]
     args.dy = None  # type: ignore[assignment]
     for index in reversed(range(len(config.stages))):
         stage, saved = config.stages[index], args.saved[index]
