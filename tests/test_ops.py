@@ -214,9 +214,7 @@ def test_chain_under_autocast_and_checkpoint(name: str) -> None:
     x = sample(33)
     with te_dist.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
         expected, actual = run(mlp, in_order(mlp), x), run(chain, chain.parameters(), x)
-        again = run(
-            lambda t: torch.utils.checkpoint.checkpoint(chain, t, use_reentrant=False), chain.parameters(), x
-        )
+        again = run(lambda t: torch.utils.checkpoint.checkpoint(chain, t, use_reentrant=False), chain.parameters(), x)
     assert_equal(actual, expected)
     if name != "delayed":  # a third step has other scales
         assert_equal(again, expected)

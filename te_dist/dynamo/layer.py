@@ -304,6 +304,10 @@ def forward_op(communicates: bool, draws_seeds: bool) -> Any:
     return torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
 
 
+def backward_op(communicates: bool) -> Any:
+    return torch.ops.te_dist.layer_backward_exchanged if communicates else torch.ops.te_dist.layer_backward
+
+
 class CompiledLayer(torch.autograd.Function):
     """The compiled twin of ``EagerLayer``. `weights` are the quantized buffers, made outside."""
 
@@ -370,7 +374,7 @@ class CompiledLayer(torch.autograd.Function):
         rows = 1
         for size in ctx.x_shape[:-1]:
             rows = rows * size
-        op = torch.ops.te_dist.layer_backward_exchanged if exchanges else torch.ops.te_dist.layer_backward
+        op = backward_op(exchanges)
         made = op(
             dy, dnorm_output, x, list(params), list(kept), list(saved), scales, seeds, splits,
             offsets, spec, recipe, flags, x_dtype, rows,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_dist import delayed_scaling, kernels
+from te_dist.dynamo.layer import backward_op, forward_op
 from te_dist.formats import INPUT_DTYPES
 from te_dist.modules.base import CompiledCall, QuantizedLayer, Recomputed, _trains_with_seeds, by_host_or_device
 from te_dist.modules.scopes import scope
@@ -28,6 +29,7 @@ from te_dist.pipeline.function import (
     forward_call,
 )
 from te_dist.pipeline.saved import flatten_saved
+from te_dist.pipeline.shards import rows_per_entry
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
@@ -60,6 +62,10 @@ class AmaxRows:
 
 class Lowered(QuantizedLayer):
     """A layer of the pipeline whose parameters and state belong to operations."""
+
+    def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, **options: Any) -> None:
+        super()._init_layer(spec, recipe, **options)
+        self._is_parallel = spec.communicates
 
     def begin(self, input_grad: bool, splits: Splits = None) -> Any:
         """Everything of a call that comes before it: the configuration, quantized weights, scales."""
@@ -116,6 +122,8 @@ class Lowered(QuantizedLayer):
         params = self._slots()
         call.out_dtype, call.lead = x.dtype, x.shape[:-1]
         call.splits, call.offsets = by_host_or_device(splits)
+        if self._is_parallel:
+            call.unit = rows_per_entry(x.shape)
         if isinstance(x, QuantizedStorage):
             call.x = self._quantized_input(call.config, x)
         else:
@@ -139,7 +147,7 @@ class Lowered(QuantizedLayer):
     def _compute_compiled(self, call: Any, x: Tensor, splits: Splits, keep: bool) -> tuple[Tensor, Saved]:
         params = [None if p is None else p.detach() for p in self._slots()]
         sizes, offsets = by_host_or_device(splits)
-        op = torch.ops.te_dist.layer_forward_seeded if call.seeded else torch.ops.te_dist.layer_forward
+        op = forward_op(self._is_parallel, call.seeded)
         made = op(
             x, params, call.weights, call.scales, sizes or [], offsets, self.spec, call.recipe, call.flags, x.dtype
         )
@@ -196,7 +204,7 @@ class Lowered(QuantizedLayer):
         for size in x_shape[:-1]:
             rows = rows * size
         sizes, _ = by_host_or_device(splits)
-        made = torch.ops.te_dist.layer_backward(
+        made = backward_op(self._is_parallel)(
             dy, None, x, list(params), list(kept), list(saved), scales, seeds, sizes or [],
             offsets, spec, call.recipe, flags, x_dtype, rows,
         )  # fmt: skip

@@ -142,8 +142,8 @@ def _exchanged_products(
 ) -> Tensor | None:
     """``_group_products`` of all groups, with other ranks. In time, on the compute stream and on the wire:
 
-        quantize dy   [gather dy]   dgrad             wgrad
-        gather x ...............................      reduce dx .....   (both while products run)
+    quantize dy   [gather dy]   dgrad             wgrad
+    gather x ...............................      reduce dx .....   (both while products run)
     """
     comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
     spread = None if args.rows is None else args.rows[index]
