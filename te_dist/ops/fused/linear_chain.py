@@ -326,8 +326,6 @@ def why_not_chained(before: StageOps, after: StageOps) -> str:
         return "only one of them has groups"
     if isinstance(a, GroupedLinear) and isinstance(b, GroupedLinear) and a.num_gemms != b.num_gemms:
         return f"{a.label()} has {a.num_gemms} groups and {b.label()} {b.num_gemms}"
-    if a.training != b.training:
-        return f"{a.label()} and {b.label()} differ in training mode"
     return ""
 
 
