@@ -159,6 +159,21 @@ def test_dropout_is_seeded_alike() -> None:
         assert_equal(a, b)
 
 
+def test_scopes_in_turns() -> None:
+    """Training under one recipe and evaluation under another compile once each, whoever ran last."""
+    eager, compiled = twins(chains()["mlp"][0])
+    x = sample(33)
+    for turn in range(3):
+        for name in ("mxfp8", "current"):
+            with te_dist.autocast(recipe=RECIPES[name]):
+                assert_equal(run(compiled, compiled.parameters(), x), run(eager, eager.parameters(), x))
+        with torch.no_grad():
+            assert torch.equal(compiled(x), eager(x))
+        if turn == 0:
+            graphs = compiled.graphs
+    assert compiled.graphs == graphs == 3
+
+
 def test_change_after_compiling() -> None:
     chain = chains(RECIPES["mxfp8"])["mlp"][0]
     compiled = Compiled(chain)

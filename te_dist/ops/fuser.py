@@ -266,7 +266,7 @@ class OperationFuser:
     # ---------------------------------------------------------------------------------------- the plan
     def plan(self) -> FusionPlan:
         """The plan for the recipe in force: made at the first call, and again when something has changed."""
-        recipe = active_recipe()
+        recipe = active_recipe() if fusions.depend_on_recipe else None
         plan = self._plan
         if plan is None or plan.is_stale(recipe):
             plan = self._plan = make_plan(self._basic_ops, recipe)
@@ -281,7 +281,8 @@ class OperationFuser:
             return self.plan()
         for op in self._basic_ops:  # what a graph depends on, read so that it is guarded
             _ = op.recipe
-        _ = active_recipe()
+        if fusions.depend_on_recipe:
+            _ = active_recipe()
         self._plan_while_tracing(fusions.version)
         assert self._plan is not None
         return self._plan

@@ -26,7 +26,15 @@ class Fusions:
     # The user's, that want to see the operations before any other fusion has.
     early_forward: list[Fusion] = dataclasses.field(default_factory=list)
     early_backward: list[Fusion] = dataclasses.field(default_factory=list)
+    # Ours do not ask for the recipe. As long as there are no others, one plan serves every scope, and a compiled graph
+    # does not depend on which scope was active in between.
+    ours: list[Fusion] = dataclasses.field(default_factory=list)
     version: int = 0
+
+    @property
+    def depend_on_recipe(self) -> bool:
+        lists = (self.forward, self.backward, self.both, self.early_forward, self.early_backward)
+        return any(function not in self.ours for functions in lists for function in functions)
 
 
 fusions = Fusions()

@@ -359,14 +359,16 @@ class BasicOperation(FusibleOperation, checked=False):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[TensorOrQuantized, list[tuple[Tensor, ...]], list[Saved]]:
         self._check_no_extra(basic_op_extra_inputs[0])
-        output, saved = self.op_forward_compute(
+        made = self.op_forward_compute(
             input_,
             requires_grad=requires_grad[0],
             prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
             next_op_input_quantizer=next_op_input_quantizer,
             **basic_op_kwargs[0],
         )
-        return output, [()], [saved]
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TypeError(f"{self.label()}: op_forward_compute must return (output, tensors_to_save)")
+        return made[0], [()], [made[1]]
 
     def fuser_forward_save_ctx(
         self,
@@ -418,8 +420,10 @@ class BasicOperation(FusibleOperation, checked=False):
         basic_op_grad_extra_outputs: list[tuple[Tensor, ...]],
     ) -> tuple[Tensor | None, list[Gradients], list[Gradients]]:
         self._check_no_extra(basic_op_grad_extra_outputs[0])
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
-        return grad_input, [grad_params], [()]
+        made = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TypeError(f"{self.label()}: op_backward must return (gradient of the input, those of the parameters)")
+        return made[0], [made[1]], [()]
 
     # ---------------------------------------------------------------------------------------- alone
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:

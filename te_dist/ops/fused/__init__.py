@@ -11,18 +11,23 @@ from te_dist.ops.fused.around_linear import (
 )
 from te_dist.ops.fused.linear_chain import ForwardGroupedMLP, LinearChain
 from te_dist.ops.fused.userbuffers import UserbuffersBackwardLinear, UserbuffersForwardLinear
-from te_dist.ops.fusions import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
+from te_dist.ops.fusions import fusions
 
-register_forward_backward_fusion(LinearChain.fuse_forward_backward_ops)
-register_forward_fusion(UserbuffersForwardLinear.fuse_forward_ops)
-register_forward_fusion(ForwardLinearScaleAdd.fuse_forward_ops)
-register_forward_fusion(ForwardLinearBiasAdd.fuse_forward_ops)
-register_forward_fusion(ForwardLinearBiasActivation.fuse_forward_ops)
-register_backward_fusion(UserbuffersBackwardLinear.fuse_backward_ops)
-register_backward_fusion(BackwardActivationBias.fuse_backward_ops)
-register_backward_fusion(BackwardLinearAdd.fuse_backward_ops)
-register_backward_fusion(BackwardAddRMSNorm.fuse_backward_ops)
-register_backward_fusion(BackwardLinearScale.fuse_backward_ops)
+fusions.both += [LinearChain.fuse_forward_backward_ops]
+fusions.forward += [
+    UserbuffersForwardLinear.fuse_forward_ops,
+    ForwardLinearScaleAdd.fuse_forward_ops,
+    ForwardLinearBiasAdd.fuse_forward_ops,
+    ForwardLinearBiasActivation.fuse_forward_ops,
+]
+fusions.backward += [
+    UserbuffersBackwardLinear.fuse_backward_ops,
+    BackwardActivationBias.fuse_backward_ops,
+    BackwardLinearAdd.fuse_backward_ops,
+    BackwardAddRMSNorm.fuse_backward_ops,
+    BackwardLinearScale.fuse_backward_ops,
+]
+fusions.ours += [*fusions.both, *fusions.forward, *fusions.backward]
 
 __all__ = [
     "BackwardActivationBias",

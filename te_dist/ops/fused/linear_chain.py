@@ -173,21 +173,27 @@ class LinearChain(FusedOperation):
         places = [place for stage in stages for place in stage.places()]
         # Beside the module tree: the operations own parameters and state.
         object.__setattr__(self, "layer", ChainLayer(spec, linears, places))
-        self._slot_of: dict[tuple[int, str], int] = {
-            (id(place[0]), place[1]): slot for slot, place in enumerate(places) if place is not None
-        }
         self._entry: Any = stages[0].producer or stages[0].linear
         self._splitting = [
             (index, op) for index, op in enumerate(self.basic_operations) if isinstance(op, GroupedLinear)
         ]
-        self._gradient_slots = [self._slots_of(op) for op in self.basic_operations]
+        self._gradient_slots = self._slots_by_operation()
 
     layer: ChainLayer
 
-    def _slots_of(self, op: BasicOperation) -> list[int]:
-        """The slots of an operation's parameters, in their order."""
-        names = [name for name, parameter in op._parameters.items() if parameter is not None]
-        return [self._slot_of[id(op), name] for name in names]
+    def _slots_by_operation(self) -> list[list[int]]:
+        """For every basic operation the slots of its parameters, in their order. Stage by stage, because an operation
+        may occur in several."""
+        found: list[list[int]] = []
+        first = 0
+        for stage in self.stages:
+            places = stage.places()
+            slot_of = {(id(place[0]), place[1]): first + i for i, place in enumerate(places) if place is not None}
+            for op in stage.ops:
+                names = [name for name, parameter in op._parameters.items() if parameter is not None]
+                found.append([slot_of[id(op), name] for name in names])
+            first += len(places)
+        return found
 
     @property
     def takes_quantized(self) -> bool:  # type: ignore[override]
@@ -326,8 +332,6 @@ def why_not_chained(before: StageOps, after: StageOps) -> str:
         return "only one of them has groups"
     if isinstance(a, GroupedLinear) and isinstance(b, GroupedLinear) and a.num_gemms != b.num_gemms:
         return f"{a.label()} has {a.num_gemms} groups and {b.label()} {b.num_gemms}"
-    if a.training != b.training:
-        return f"{a.label()} and {b.label()} differ in training mode"
     return ""
 
 
