@@ -21,11 +21,16 @@ from torch.distributed.tensor.placement_types import Placement
 import te_dist
 from te_dist import transport
 from te_dist.groups import GroupLike, resolve_group
+from te_dist.modules import parameters
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.linear import linear_spec
 from te_dist.modules.parameters import local_part
 from te_dist.parallel.comm import COLUMN, ROW, TensorParallel
 from te_dist.parallel.mappings import copy_to_tensor_parallel
 from te_dist.parallel.rng import rank_stream
+from te_dist.recipe import NoRecipe
+
+parameters.spread_types = (DTensor,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,6 +422,10 @@ class _SequenceParallelNorm(nn.Module):
         assert weight is not None
         return weight.view(-1), None if bias is None else bias.view(-1)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        parameters.spread_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _summed(self, param: Tensor | None) -> Tensor | None:
         param = local_part(param)
         return param if param is None or not self._group else copy_to_tensor_parallel(param, self._group)
@@ -594,6 +603,14 @@ _NORMS: dict[type, type] = {
 
 def can_be_parallel(module: nn.Module) -> bool:
     return type(module) in _PARALLEL or type(module) in _PARALLEL.values()
+
+
+def make_te_dist(module: nn.Linear, name: str) -> None:
+    """Turn an nn.Linear into a te_dist.Linear in high precision, in place: whoever holds it holds the same object."""
+    module.__class__ = te_dist.Linear
+    layer: Any = module
+    layer._init_method, layer.return_bias, layer.parameter_splits = None, False, {}
+    layer._init_layer(linear_spec(module.bias is not None, name), NoRecipe())
 
 
 def make_parallel(module: Any, mesh: DeviceMesh, mode: str, options: ParallelOptions) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from te_dist.groups import resolve_group
 from te_dist.modules.base import QuantizedLayer
-from te_dist.modules.convert import _around
 from te_dist.parallel.comm import COLUMN, ROW
 from te_dist.parallel.embedding import VocabParallelEmbedding
 from te_dist.parallel.modules import (
@@ -24,9 +23,9 @@ from te_dist.parallel.modules import (
     distribute_parameter,
     make_parallel,
     make_sequence_parallel,
+    make_te_dist,
 )
 from te_dist.parallel.shared import SharedGather
-from te_dist.recipe import NoRecipe
 from te_dist.transport import AGREEMENT, state
 
 SEQUENCE, REPLICATE, GATHER = "sequence", "replicate", "gather"
@@ -98,7 +97,7 @@ def parallelize(
     covered = [name for name, module in gathered if sequence_parallel]
     for name, module, style in chosen:
         inside = any(name.startswith(f"{outer}." if outer else "") for outer in covered)
-        apply_style(model, name, module, mesh, style, options, takes_gathered=inside)
+        apply_style(name, module, mesh, style, options, takes_gathered=inside)
     for name, module in gathered:
         if sequence_parallel:
             SharedGather.attach(module, mesh, name)
@@ -106,7 +105,6 @@ def parallelize(
 
 
 def apply_style(
-    model: nn.Module,
     name: str,
     module: nn.Module,
     mesh: DeviceMesh,
@@ -135,12 +133,7 @@ def apply_style(
         module._set_parallel(mesh, options.sequence_parallel)  # type: ignore[operator]
     else:
         if type(module) is nn.Linear:
-            made = _around(module, NoRecipe(), name)
-            if not name:
-                raise ValueError("parallelize swaps layers inside a model but got a single nn.Linear")
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, made)
-            module = made
+            make_te_dist(module, name)
         if not can_be_parallel(module):
             raise TypeError(
                 f"parallelize: the plan says {style!r} for {label}, which is a {type(module).__name__}; te_dist's "
