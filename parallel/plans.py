@@ -49,8 +49,8 @@ def parallelize(
 
     Args:
         mesh: ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
-        plan: name patterns (as of fnmatch) of modules to what becomes of them; of patterns that match a module the
-            first counts:
+        plan: name patterns (as of fnmatch) of modules to what becomes of them. Of patterns that match a module the
+            first counts, and what is inside of a module that was matched belongs to it:
 
             - "column": out_features are spread; the result is this rank's part of the features;
             - "row": in_features are spread; the result is summed over the ranks. Of an nn.Embedding: the tokens are;
@@ -85,6 +85,8 @@ def parallelize(
     gathered: list[tuple[str, nn.Module]] = []
     chosen: list[tuple[str, nn.Module, str]] = []
     for name, module in list(model.named_modules()):
+        if any(name.startswith(f"{outer}." if outer else "") for outer, _, _ in chosen):
+            continue  # "layers.*" means the layers, not what is inside of them
         match = next((item for item in plan.items() if fnmatch.fnmatchcase(name, item[0])), None)
         if match is not None:
             unused.discard(match[0])
@@ -157,10 +159,10 @@ def _apply_sequence(module: nn.Module, mesh: DeviceMesh, label: str) -> None:
 
 
 def _name(module: nn.Module, name: str) -> None:
-    """Layers without a name of their own are called by their place in the model, in reports and errors."""
+    """Layers are called by their place in the model, in reports and errors, unless somebody gave them another name."""
     for inner_name, inner in module.named_modules():
-        if isinstance(inner, QuantizedLayer) and not inner.spec.name:
-            full = ".".join(filter(None, (name, inner_name)))
+        full = ".".join(filter(None, (name, inner_name)))
+        if isinstance(inner, QuantizedLayer) and full.endswith(inner.spec.name):
             inner.spec = dataclasses.replace(inner.spec, name=full)
 
 

@@ -282,6 +282,10 @@ def styles_work(rank: int, world: int, device: str) -> None:
     assert placements["norm.weight"] == Replicate() and placements["head.weight"] == Shard(0)
     assert placements["layer.self_attention.proj.weight"] == Shard(1) and placements["embed.weight"] == Shard(0)
     assert by_plan.layer.layernorm_mlp.spec.name == "layer.layernorm_mlp"
+    inside = parallelize(
+        nn.ModuleDict({"layers": nn.ModuleList([copy.deepcopy(one).layer])}), mesh, {"layers.*": "column"}
+    )
+    assert inside["layers"][0].layernorm_mlp.parallel_mode == "column"
     with pytest.warns(UserWarning, match="no module of SmallModel matches"):
         parallelize(copy.deepcopy(one), mesh, {"nothing": "column"})
     for plan, error, message in (
