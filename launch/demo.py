@@ -146,7 +146,8 @@ def _parallel_rank(rank: int, folder: str, steps: int, device: str) -> None:
         data = batches(steps, torch.device(device))
         report, _ = train_parallel(RECIPES["MXFP8"], data, lambda step, loss: seen.append(loss))
         if rank == 0:
-            print(f"  loss {seen[0]:.3f} -> {seen[-1]:.3f}; what one rank sent in the last step:\n\n{report}\n", flush=True)
+            print(f"  loss {seen[0]:.3f} -> {seen[-1]:.3f}; what one rank sent in the last step:\n", flush=True)
+            print(f"{report}\n", flush=True)
     finally:
         dist.destroy_process_group()
 

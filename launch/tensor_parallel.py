@@ -1,6 +1,6 @@
-"""A small Llama trained with tensor and sequence parallelism, in a few lines; also the parallel part of ``te-dist demo``.
+"""A small Llama with tensor and sequence parallelism, in a few lines; also the parallel part of ``te-dist demo``.
 
-torchrun --nproc-per-node 2 -m te_dist.launch.tensor_parallel --steps 30
+``torchrun --nproc-per-node 2 -m te_dist.launch.tensor_parallel --steps 30``
 """
 
 from __future__ import annotations

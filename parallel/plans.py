@@ -19,12 +19,11 @@ from te_dist.parallel.embedding import VocabParallelEmbedding
 from te_dist.parallel.modules import (
     ParallelOptions,
     can_be_parallel,
-    can_be_sequence_parallel,
     distribute_parameter,
     make_parallel,
-    make_sequence_parallel,
     make_te_dist,
 )
+from te_dist.parallel.norms import can_be_sequence_parallel, make_sequence_parallel
 from te_dist.parallel.shared import SharedGather
 from te_dist.transport import AGREEMENT, state
 
