@@ -17,7 +17,7 @@ from te_dist import delayed_scaling, kernels
 from te_dist.comm import sequence_shards
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
-from te_dist.modules.parameters import like_parameter, local_part
+from te_dist.modules.parameters import like_parameter, local_part, spread_state
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
@@ -641,6 +641,8 @@ class QuantizedLayer(torch.nn.Module):
                 setattr(self, name, torch.empty_like(given, device=device))
             elif given is None and current is not None:
                 state_dict[prefix + name] = current  # nothing to load: stays
+        if self._is_parallel:
+            spread_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
