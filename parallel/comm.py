@@ -90,6 +90,11 @@ class TensorParallel(Comm):
         return self.group
 
     @property
+    def _is_row(self) -> bool:
+        """By the plan and not by the mode: operations of te_dist.ops bring a plan of their own."""
+        return self.plan.y is not Move.NONE
+
+    @property
     def keeps_gathered(self) -> bool:
         return self.keep_gathered
 
@@ -109,7 +114,7 @@ class TensorParallel(Comm):
         if gathered:
             return self.group
         # What every rank has whole needs no reduction.
-        is_whole = operand == ("grad_output" if self.mode == ROW else "input")
+        is_whole = operand == ("grad_output" if self._is_row else "input")
         return None if is_whole or self.amax == "local" else self.group
 
     def start_gather(self, operands: list[Operand]) -> Pending[list[Operand]]:
@@ -135,7 +140,7 @@ class TensorParallel(Comm):
         return transport.all_reduce(partial, resolve_group(self.group, "tp_group"), payload="gradient").wait()
 
     def own_seeds(self, seeds: Tensor) -> Tensor:
-        if self.mode == ROW and self.plan.dy is not Move.ALL_GATHER:
+        if self._is_row and self.plan.dy is not Move.ALL_GATHER:
             return seeds  # dy is the same on all ranks, and stays so
         return seeds ^ ((self.rank() * _SPREAD) & (2**62 - 1))
 
