@@ -15,6 +15,10 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
 // The same of a matrix that is made on the fly.
 void launch_amax_made(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
 
+// The same of an activation without bias or gate, whose operand is fused (check::fused); false: x is something
+// else. Raises what is in `amax`.
+bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane);
+
 // What a whole block of threads holds, as one raw magnitude, in thread 0. `scratch`: one word per warp.
 template <int kThreads>
 __device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {
