@@ -7,7 +7,7 @@ TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo 'torch>=2.1
 BIN := $(VENV)/bin
 KERNEL_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test typecheck lint unit blackwell doctor clean
+.PHONY: demo test typecheck lint unit blackwell sanitize doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/te-dist demo
@@ -34,6 +34,10 @@ typecheck: $(VENV)/.installed
 	@for path in te_dist/* parallel launch; do \
 	  case $$path in *__pycache__|*.so) ;; *) ln -s "$(CURDIR)/$$path" build/typecheck/te_dist/ ;; esac; done
 	MYPYPATH=build/typecheck $(BIN)/mypy -p te_dist
+
+# Needs a GPU and compute-sanitizer.
+sanitize: $(VENV)/.installed
+	$(BIN)/python tests/sanitize.py
 
 doctor: $(VENV)/.installed
 	$(BIN)/te-dist doctor

@@ -96,11 +96,15 @@ using Lane = int64_t;
   /* amax <- max|x|, or max(amax, max|x|) if accumulate; a NaN wins and is stored canonically. */                \
   void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);                        \
   /* Cast with a given scale (delayed scaling). row [M,K], col [K,M]; scale_inv <- 1 / scale. */                 \
+  /* amax: null, or raised to max|x| on the way. */                                                              \
   void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv, \
-                   const float* noop, Lane lane);                                                                \
+                   float* amax, const float* noop, Lane lane);                                                   \
   /* Cast with the scale that an amax on the device asks for (current scaling). */                               \
   void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,    \
                     uint8_t* col, float* scale_inv, const float* noop, Lane lane);                               \
+  /* amax and cast_current: most tensors need nothing in between. */                                             \
+  void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,      \
+                        uint8_t* col, float* scale_inv, Lane lane);                                              \
   /* row [M,K], col [K,M]; fp32 scales: 1-D [ceil(K/128), rup(M,4)], 2-D [ceil(M/128), rup(ceil(K/128),4)], */   \
   /* the column plane's with M and K swapped. */                                                                 \
   void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out, \

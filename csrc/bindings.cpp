@@ -166,9 +166,10 @@ const Entry kEntries[] = {
        uint8_t* row = r.pointer<uint8_t>();
        uint8_t* col = r.pointer<uint8_t>();
        float* scale_inv = r.pointer<float>();
+       float* amax = r.pointer<float>();
        const float* noop = r.pointer<const float>();
        const Lane lane = r.last_lane();
-       without_gil([&] { call.cast_scaled(x, scale, format, row, col, scale_inv, noop, lane); });
+       without_gil([&] { call.cast_scaled(x, scale, format, row, col, scale_inv, amax, noop, lane); });
      }},
     {"cast_current",
      [](Reader& r, const Backend& call) {
@@ -184,7 +185,6 @@ const Entry kEntries[] = {
        const Lane lane = r.last_lane();
        without_gil([&] { call.cast_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane); });
      }},
-    // amax and cast_current in one call: most tensors need nothing in between.
     {"quantize_current",
      [](Reader& r, const Backend& call) {
        const Source x = r.source();
@@ -196,14 +196,7 @@ const Entry kEntries[] = {
        uint8_t* col = r.pointer<uint8_t>();
        float* scale_inv = r.pointer<float>();
        const Lane lane = r.last_lane();
-       Source first = x;  // makes a norm's statistics; the column sums are the second one's
-       first.partials = nullptr;
-       Source second = x;
-       second.make_stats = false;
-       without_gil([&] {
-         call.amax(first, amax, false, nullptr, lane);
-         call.cast_current(second, amax, eps, power_of_2, format, row, col, scale_inv, nullptr, lane);
-       });
+       without_gil([&] { call.quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, lane); });
      }},
     {"quantize_block",
      [](Reader& r, const Backend& call) {
@@ -407,13 +400,13 @@ bool bind_backend(PyObject* module, const Backend& backend) {
   return true;
 }
 
-#define TED_BACKEND(name)                                                                                 \
-  Backend {                                                                                               \
-    #name, name::amax, name::cast_scaled, name::cast_current, name::quantize_block, name::quantize_mxfp8, \
-        name::amax_nvfp4, name::quantize_nvfp4, name::dequantize_tensor, name::dequantize_block,          \
-        name::dequantize_mxfp8, name::dequantize_nvfp4, name::transpose_bytes, name::transpose_nibbles,   \
-        name::swizzle_scales, name::produce, name::norm_backward, name::reduce_partials,                  \
-        name::advance_scales                                                                              \
+#define TED_BACKEND(name)                                                                                  \
+  Backend {                                                                                                \
+    #name, name::amax, name::cast_scaled, name::cast_current, name::quantize_current, name::quantize_block, \
+        name::quantize_mxfp8, name::amax_nvfp4, name::quantize_nvfp4, name::dequantize_tensor,             \
+        name::dequantize_block, name::dequantize_mxfp8, name::dequantize_nvfp4, name::transpose_bytes,     \
+        name::transpose_nibbles, name::swizzle_scales, name::produce, name::norm_backward,                 \
+        name::reduce_partials, name::advance_scales                                                        \
   }
 
 PyObject* variant(PyObject*, PyObject*) {

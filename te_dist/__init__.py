@@ -10,6 +10,7 @@ if not (_here / "parallel").is_dir() and (_here.parent / "parallel").is_dir():
 
 from te_dist import delayed_scaling as delayed_scaling
 from te_dist import dynamo as dynamo
+from te_dist import ops as ops
 from te_dist import recipe as recipe
 from te_dist.formats import DType
 from te_dist.kernels import use_backend

@@ -124,18 +124,25 @@ def _blockwise(
     tiles_a, tiles_b = quantizer_a.block_scaling_dim, quantizer_b.block_scaling_dim
     if E5M2 in (type_a, type_b) or tiles_a == tiles_b == 2:
         return None
+    a_codes, b_codes = data_a.view(TORCH_FP8[type_a]), data_b.view(TORCH_FP8[type_b])
+    return multiply_blocks(a_codes, scale_a, b_codes, scale_b, bias, dtype, tiles_a, tiles_b)
+
+
+def multiply_blocks(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tiles_a: int,
+    tiles_b: int,
+) -> Tensor:
+    """a [R, D] . b [C, D]^T (+ bias) of fp8 codes. tiles: 1 for 1x128 scales, 2 for 128x128 ones, as they are kept."""
     row_tiles, square_tiles, no_swizzle = _block_recipes()
     return torch._scaled_mm_v2(
-        data_a.view(TORCH_FP8[type_a]),
-        data_b.view(TORCH_FP8[type_b]).t(),
-        [scale_a.t()],
-        [row_tiles if tiles_a == 1 else square_tiles],
-        [no_swizzle],
-        [scale_b.t()],
-        [row_tiles if tiles_b == 1 else square_tiles],
-        [no_swizzle],
-        bias,
-        dtype,
-        (),
-        False,
-    )
+        a, b.t(),
+        [scale_a.t()], [row_tiles if tiles_a == 1 else square_tiles], [no_swizzle],
+        [scale_b.t()], [row_tiles if tiles_b == 1 else square_tiles], [no_swizzle],
+        bias, dtype, (), False,
+    )  # fmt: skip

@@ -388,16 +388,20 @@ def cast_scaled(
     scale_inv: Tensor,
     *,
     fp8: DType,
+    amax: Tensor | None = None,
     noop: Tensor | None = None,
 ) -> None:
+    """amax [1], where given, is raised to max|x| on the way."""
     x = _matrix(x, "cast_scaled", fp8)
     kernel = _backend(x.device, "cast_scaled")
     if kernel is not None:
         _call(
             kernel, x.device, *_input(x), _ptr(scale), _FP8_CODE[fp8],
-            _ptr(row), _ptr(col), _ptr(scale_inv), _ptr(noop),
+            _ptr(row), _ptr(col), _ptr(scale_inv), _ptr(amax), _ptr(noop),
         )  # fmt: skip
         return
+    if amax is not None:
+        store(amax, reference._canonical_amax(torch.maximum(amax, reference.amax(x))), noop)
     values = reference.cast_scaled(x, scale, fp8, rowwise=row is not None, columnwise=col is not None)
     for out, value in zip((row, col, scale_inv), values, strict=True):
         store(out, value, noop)

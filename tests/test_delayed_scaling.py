@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
-from cases import assert_equal_with_nan
+from cases import DTYPES, PLANES, assert_equal_with_nan, varied
 
 import te_dist
+from te_dist import kernels
 from te_dist.delayed_scaling import advance, largest_of, update_scale
 from te_dist.formats import DType
+from te_dist.producers import ActivationGradient, ActivationOutput, NormOutput, Plain
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -77,3 +79,49 @@ def test_the_step_equals_the_reference(device: str, length: int, algorithm: str)
         advance(*actual, margin, algorithm)
         for name, a, e in zip(("history", "scales"), actual, expected, strict=False):
             assert_equal_with_nan(a.cpu(), e, f"{name} margin {margin}")
+
+
+PRODUCERS = {
+    "plain": lambda x: Plain(x),
+    "norm": lambda x: NormOutput(x, torch.ones_like(x[0]), None, None, torch.empty(len(x), device=x.device), eps=1e-5),
+    "swiglu": lambda x: ActivationOutput(x, "swiglu"),
+    "dgelu": lambda x: ActivationGradient(x.flip(0), x, "gelu"),
+    "dswiglu": lambda x: ActivationGradient(x[:, : x.shape[1] // 2].contiguous(), x, "swiglu"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("planes", sorted(PLANES))
+def test_the_cast_records_the_amax_on_its_way(device: str, planes: str, dtype: torch.dtype) -> None:
+    """Of every kernel that casts: flat, in tiles, of something made on the fly; wherever the largest element lies."""
+    row, column = PLANES[planes]
+    for rows, cols in ((1, 16), (3, 5), (130, 258), (256, 512), (1000, 40)):
+        for at in {0, rows * cols - 1, rows * cols // 2 + 1}:
+            x = varied((rows, cols), dtype).clamp(-100, 100).to(device)
+            x.view(-1)[at] = -3072.0
+            for before, after in ((1.0, 3072.0), (5000.0, 5000.0), (math.nan, math.nan)):
+                amax = torch.full((1,), before, device=device)
+                scale = torch.tensor([0.7], device=device)
+                quantizer = te_dist.Float8Quantizer(scale, amax, "e4m3", rowwise=row, columnwise=column)
+                out = quantizer.quantize(x)
+                assert_equal_with_nan(amax.cpu(), torch.tensor([after]), f"{rows}x{cols} at {at}, {before} before")
+                strided = torch.cat((x, 2 * x), 1)[:, :cols]  # what lies between its rows is not seen
+                quantizer.quantize(strided)
+                assert_equal_with_nan(amax.cpu(), torch.tensor([after]), f"{rows}x{cols} strided")
+                amax.zero_()
+                quantizer.quantize(x, out=out, noop=torch.ones(1, device=device))
+                assert amax.item() == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(PRODUCERS))
+@pytest.mark.parametrize("planes", sorted(PLANES))
+def test_and_that_of_what_is_made_on_the_fly(device: str, name: str, planes: str) -> None:
+    row, column = PLANES[planes]
+    for rows, cols in ((32, 64), (130, 272), (300, 1024)):
+        x = varied((rows, cols), torch.bfloat16).to(device)
+        amax, scale = torch.zeros(1, device=device), torch.tensor([0.7], device=device)
+        quantizer = te_dist.Float8Quantizer(scale, amax, "e5m2", rowwise=row, columnwise=column)
+        producer = PRODUCERS[name](x)
+        quantizer.quantize_produced(producer, producer.shape)
+        expected = kernels.materialize(PRODUCERS[name](x)).float().abs().amax()
+        assert torch.equal(amax[0], expected), (rows, cols)

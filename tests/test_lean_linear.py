@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import te_dist
 from te_dist.modules import linear as linear_module
-from te_dist.recipe import Float8CurrentScaling, Format, MMParams, MXFP8BlockScaling
+from te_dist.pipeline.config import CallFlags, resolve
+from te_dist.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    Recipe,
+)
 
 pytestmark = pytest.mark.cuda
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -59,6 +69,61 @@ def test_equals_the_chain(bias: bool, shape: tuple[int, ...], recipe: Any, lean_
     assert len(lean_calls) == 1
     for a, b in zip(lean, chain, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(64, 128, 96), (400, 144, 272), (128, 256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [Float8BlockScaling(), Float8BlockScaling(w_block_scaling_dim=1)], ids=["128x128 weights", "1x128"]
+)
+def test_blocks_equal_the_chain(bias: bool, sizes: tuple[int, ...], recipe: Recipe, lean_calls: list[int]) -> None:
+    rows, depth, features = sizes
+    torch.manual_seed(0)
+    layer = te_dist.Linear(depth, features, bias=bias, recipe=recipe, **BF16)
+    x = torch.randn(rows, depth, **BF16)
+    chain, lean = step(layer, x), step(layer, x)
+    assert len(lean_calls) == 1
+    for a, b in zip(lean, chain, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), DelayedScaling(margin=1, amax_compute_algo="most_recent")], ids=str
+)
+def test_delayed_scaling_equals_the_chain(bias: bool, recipe: Recipe, lean_calls: list[int]) -> None:
+    """Over steps in which the scales move, two microbatches before their backwards, and a recomputed forward."""
+    lean, x = layer_and_input(bias, recipe=recipe)
+    chain, _ = layer_and_input(bias, recipe=recipe)
+    step(lean, x), step(chain, x)
+
+    def microbatches(layer: Any, s: int) -> list[Tensor]:
+        layer.zero_grad()
+        leaves = [(x * (2.0**s + i)).requires_grad_() for i in range(2)]
+        outs = [layer(leaf) for leaf in leaves]
+        outs.append(torch.utils.checkpoint.checkpoint(layer, leaves[0], use_reentrant=False))
+        for y in outs:
+            y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).to(y.dtype) * 2.0**-s)
+        buffers = [layer.fp8_scale.clone(), layer.fp8_amax_history.clone()]
+        return [*outs, *[leaf.grad for leaf in leaves], *[p.grad for p in layer.parameters()], *buffers]
+
+    for s in range(6):
+        taken = len(lean_calls)
+        made = microbatches(lean, s)
+        assert len(lean_calls) == taken + 4
+        chain._lean = None
+        expected = microbatches(chain, s)
+        assert len(lean_calls) == taken + 4
+        for i, (a, b) in enumerate(zip(made, expected, strict=True)):
+            assert torch.equal(a, b), (s, i)
+
+
+def test_whoever_was_first_to_use_an_equal_recipe(lean_calls: list[int]) -> None:
+    layer, x = layer_and_input(recipe=Float8CurrentScaling(amax_epsilon=0.125))
+    resolve(layer.spec, Float8CurrentScaling(amax_epsilon=0.125), CallFlags(True, (True, True)))
+    step(layer, x)
+    step(layer, x)
+    assert len(lean_calls) == 1
 
 
 def test_falls_back(lean_calls: list[int]) -> None:

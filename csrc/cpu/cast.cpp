@@ -70,9 +70,10 @@ void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane
 }
 
 void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
-                 const float* noop, Lane lane) {
+                 float* seen, const float* noop, Lane lane) {
   if (skipped(noop)) return;
   const float factor = *scale;
+  if (seen != nullptr) amax(x, seen, true, nullptr, lane);  // a second read: caches and cores make it cheap here
   if (scale_inv != nullptr) *scale_inv = 1.0f / factor;
   cast_with(x, factor, format, row, col, lane);
 }
@@ -82,7 +83,13 @@ void cast_current(const Source& x, const float* amax, float eps, bool power_of_2
   if (skipped(noop)) return;
   const float largest = format == Fp8::kE4M3 ? E4M3::max : E5M2::max;
   const float scale = scale_from_amax(*amax, largest, kFloatMax, ScaleRule{eps, power_of_2});
-  cast_scaled(x, &scale, format, row, col, scale_inv, nullptr, lane);
+  cast_scaled(x, &scale, format, row, col, scale_inv, nullptr, nullptr, lane);
+}
+
+void quantize_current(const Source& x, float* seen, float eps, bool power_of_2, Fp8 format, uint8_t* row,
+                      uint8_t* col, float* scale_inv, Lane lane) {
+  amax(x, seen, false, nullptr, lane);
+  cast_current(x, seen, eps, power_of_2, format, row, col, scale_inv, nullptr, lane);
 }
 
 TED_END_VARIANT

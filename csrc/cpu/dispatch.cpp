@@ -64,13 +64,14 @@ void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane
 }
 
 void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
-                 const float* noop, Lane lane) {
+                 float* amax, const float* noop, Lane lane) {
   check::plain(x);
   check::fp8(format);
   check_noop(noop);
   check::required("scale", scale, alignof(float));
   check::aligned("scale_inv", scale_inv, alignof(float));
-  kernels().cast_scaled(x, scale, format, row, col, scale_inv, noop, lane);
+  check::aligned("amax", amax, alignof(float));
+  kernels().cast_scaled(x, scale, format, row, col, scale_inv, amax, noop, lane);
 }
 
 void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
@@ -81,6 +82,15 @@ void cast_current(const Source& x, const float* amax, float eps, bool power_of_2
   check::required("amax", amax, alignof(float));
   check::aligned("scale_inv", scale_inv, alignof(float));
   kernels().cast_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane);
+}
+
+void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
+                      uint8_t* col, float* scale_inv, Lane lane) {
+  check::plain(x);
+  check::fp8(format);
+  check::required("amax", amax, alignof(float));
+  check::aligned("scale_inv", scale_inv, alignof(float));
+  kernels().quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, lane);
 }
 
 void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,

@@ -28,6 +28,7 @@ TED_BEGIN_VARIANT
 decltype(cpu::amax) amax;
 decltype(cpu::cast_scaled) cast_scaled;
 decltype(cpu::cast_current) cast_current;
+decltype(cpu::quantize_current) quantize_current;
 decltype(cpu::quantize_block) quantize_block;
 decltype(cpu::quantize_mxfp8) quantize_mxfp8;
 decltype(cpu::amax_nvfp4) amax_nvfp4;

@@ -25,14 +25,6 @@ struct AmaxResult {
   bool accumulate;  // of interest to a direct store only
 };
 
-template <typename T>
-__device__ __forceinline__ uint32_t max_of_vector(uint32_t word, const uint4& v) {
-  using W = Words<T>;
-  const uint32_t low = W::max(W::magnitude(v.x), W::magnitude(v.y));
-  const uint32_t high = W::max(W::magnitude(v.z), W::magnitude(v.w));
-  return W::max(word, W::max(low, high));
-}
-
 // The elements of a row outside its whole vectors.
 template <typename T>
 __device__ __forceinline__ uint32_t max_of_ends(uint32_t word, const T* row, int64_t cols, int64_t head,

@@ -19,6 +19,15 @@ void launch_amax_made(const Source& x, float* amax, bool accumulate, const float
 // else. Raises what is in `amax`.
 bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane);
 
+// `word` of raw magnitudes and 16 bytes of elements.
+template <typename T>
+__device__ __forceinline__ uint32_t max_of_vector(uint32_t word, const uint4& v) {
+  using W = Words<T>;
+  const uint32_t low = W::max(W::magnitude(v.x), W::magnitude(v.y));
+  const uint32_t high = W::max(W::magnitude(v.z), W::magnitude(v.w));
+  return W::max(word, W::max(low, high));
+}
+
 // What a whole block of threads holds, as one raw magnitude, in thread 0. `scratch`: one word per warp.
 template <int kThreads>
 __device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {

@@ -57,8 +57,11 @@ __global__ void __launch_bounds__(FlatConfig::kThreads, FlatConfig::kBlocksPerSm
   using Bytes = typename FlatVector<T>::Bytes;
   constexpr int kUnroll = FlatConfig::kUnroll;
   constexpr int kVector = 16 / sizeof(T);
+  __shared__ uint32_t maxima[FlatConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
   const float scale = tensor_scale<F>(from);
+  const bool records = from.seen != nullptr;
+  uint32_t word = 0u;
   const int64_t vectors = count / kVector;
   const auto* in = reinterpret_cast<const uint4*>(data);
   auto* to = reinterpret_cast<Bytes*>(out);
@@ -74,15 +77,25 @@ __global__ void __launch_bounds__(FlatConfig::kThreads, FlatConfig::kBlocksPerSm
       for (int u = 0; u < kUnroll; ++u) encode_vector<F>(Tag<T>{}, v[u], scale, bytes[u]);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) store_bulk(to + first + u * FlatConfig::kThreads, bytes[u]);
+      if (records) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) word = max_of_vector<T>(word, v[u]);
+      }
     } else {
       for (int64_t at = first; at < vectors; at += FlatConfig::kThreads) {
         encode_vector<F>(Tag<T>{}, in[at], scale, bytes[0]);
         to[at] = bytes[0];
+        if (records) word = max_of_vector<T>(word, in[at]);
       }
     }
   }
   const int64_t tail = vectors * kVector + threadIdx.x;
-  if (blockIdx.x == 0 && tail < count) out[tail] = encode_fp8<F>(to_float(data[tail]) * scale);
+  if (blockIdx.x == 0 && tail < count) {
+    out[tail] = encode_fp8<F>(to_float(data[tail]) * scale);
+    const auto raw = reinterpret_cast<const typename Words<T>::Raw*>(data)[tail];
+    word = Words<T>::max(word, Words<T>::magnitude(raw));
+  }
+  record_amax<T, FlatConfig::kThreads>(from, word, maxima);
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
@@ -90,12 +103,14 @@ template <typename T, typename F>
 __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<T>)
     cast_tile_kernel(TileInput<T> x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
   __shared__ alignas(16) ByteStage stage;
+  __shared__ uint32_t maxima[TileConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
   const TilePlace tile = tile_place(gridDim.x - 1 - blockIdx.x, x.cols);
   const bool inside = tile_inside(tile, x.rows, x.cols);
   Patch<T> patch;
   load_patch(x, tile.row + threadIdx.x / 16 * 8, tile.col + threadIdx.x % 16 * 8, inside, patch);
   write_tile<T, F>(patch, tensor_scale<F>(from), tile, inside, row_out, col_out, stage);
+  if (from.seen != nullptr) record_amax<T, TileConfig::kThreads>(from, max_of_patch(patch, 0u), maxima);
 }
 
 // ---------------------------------------------------------------------------------------------- launch
@@ -140,15 +155,16 @@ void cast(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastSca
 }  // namespace
 
 void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, uint8_t* col, float* scale_inv,
-                 const float* noop, Lane lane) {
+                 float* amax, const float* noop, Lane lane) {
   check::required("scale", scale, sizeof(float));
-  cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, noop}, lane);
+  check::aligned("amax", amax, sizeof(float));
+  cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, amax, noop}, lane);
 }
 
 void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
                   uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
   check::required("amax", amax, sizeof(float));
-  cast(x, format, row, col, CastScale{nullptr, amax, ScaleRule{eps, power_of_2}, scale_inv, noop}, lane);
+  cast(x, format, row, col, CastScale{nullptr, amax, ScaleRule{eps, power_of_2}, scale_inv, nullptr, noop}, lane);
 }
 
 }  // namespace cuda

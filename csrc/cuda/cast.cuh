@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../numerics/scale.h"
+#include "amax.cuh"
 #include "tile.cuh"
 
 namespace te_dist {
@@ -14,8 +15,25 @@ struct CastScale {
   const float* amax;
   ScaleRule rule;
   float* scale_inv;
+  float* seen;  // null, or raised to the tensor's amax on the way (delayed scaling)
   const float* noop;
 };
+
+// A word of raw magnitudes of each thread into from.seen. All threads of the block; `maxima`: one word per warp.
+template <typename T, int kThreads>
+__device__ __forceinline__ void record_amax(const CastScale& from, uint32_t word, uint32_t* maxima) {
+  if (from.seen == nullptr) return;
+  const uint32_t raw = block_max<kThreads>(Words<T>::fold(word), maxima);
+  if (threadIdx.x == 0) atomic_amax(from.seen, Words<T>::to_float_of_raw(raw));
+}
+
+// The same of a patch: what it adds to a thread's word.
+template <typename T>
+__device__ __forceinline__ uint32_t max_of_patch(const Patch<T>& patch, uint32_t word) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) word = Words<T>::max(word, patch.row_max(i));
+  return word;
+}
 
 template <typename F>
 __device__ __forceinline__ float tensor_scale(const CastScale& from) {

@@ -13,16 +13,20 @@ template <typename F>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     cast_made_kernel(const __grid_constant__ Made x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
   extern __shared__ uint4 memory[];
+  __shared__ uint32_t maxima[MadeConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
   const float scale = tensor_scale<F>(from);
   const bool columns = col_out.data != nullptr;
+  uint32_t word = 0u;
   for_each_made_tile(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        // The stage takes the place of patches: all threads have theirs.
                        if (columns) __syncthreads();
                        write_tile<bf16_t, F>(patch, scale, tile, inside, row_out, col_out,
                                              *static_cast<ByteStage*>(made_stage(memory)));
+                       if (from.seen != nullptr) word = max_of_patch(patch, word);
                      });
+  record_amax<bf16_t, MadeConfig::kThreads>(from, word, maxima);
 }
 
 }  // namespace

@@ -11,12 +11,16 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     cast_patches_kernel(const __grid_constant__ Made x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
   extern __shared__ __align__(16) float memory[];
   if (is_noop(from.noop)) return;
+  __shared__ uint32_t maxima[PatchConfig::kThreads / 32];
   const float scale = tensor_scale<F>(from);
+  uint32_t word = 0u;
   for_each_patch<kWay>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
                        [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
+                         if (from.seen != nullptr) word = max_of_patch(patch, word);
                          write_tile<bf16_t, F>(patch, scale, tile, inside, row_out, col_out,
                                                   *static_cast<ByteStage*>(work_area<kWay>(memory)));
                        });
+  record_amax<bf16_t, PatchConfig::kThreads>(from, word, maxima);
 }
 
 }  // namespace

@@ -34,18 +34,23 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
-// Asked for at every launch, so remembered. Two threads that race here store the same number.
-inline int multiprocessors() {
+// A number that the current device has more than none of. Asked for at every launch, so remembered. Two threads that
+// race here store the same number.
+template <cudaDeviceAttr kWhat>
+int device_attribute() {
   constexpr int kDevices = 64;
   static int known[kDevices] = {};
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   if (device < kDevices && known[device] != 0) return known[device];
-  int count = 0;
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-  if (device < kDevices) known[device] = count;
-  return count;
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, kWhat, device), "cudaDeviceGetAttribute");
+  if (device < kDevices) known[device] = value;
+  return value;
 }
+
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
+inline bool has_clusters() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 inline bool aligned(const void* pointer, int bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<unsigned>(bytes) == 0;

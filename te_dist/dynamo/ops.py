@@ -116,7 +116,7 @@ def cast_scaled(x: Tensor, scale: Tensor, fp8: int, rowwise: bool, columnwise: b
     unused_amax = torch.zeros_like(scale)
     quantizer = Float8Quantizer(scale, unused_amax, DType(fp8), rowwise=rowwise, columnwise=columnwise)
     storage = quantizer._new_storage(x)
-    quantizer._cast_into(as_rows(x), storage, noop=None)
+    quantizer._quantize_into(as_rows(x), storage, None, None, None)
     return storage.inner_tensors()
 
 

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from te_dist import delayed_scaling, kernels
+from te_dist.comm import sequence_shards
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
+from te_dist.modules.parameters import like_parameter, local_part
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, roles
 from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
+from te_dist.pipeline.shards import out_lead, rows_per_entry
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
@@ -52,10 +55,11 @@ def _call_constants(
     keep_planes: bool,
     main_grad_dtype: torch.dtype | None,
     device_splits: bool,
+    shards: tuple[Any, ...],
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, shards)
     config = resolve(spec, recipe, flags)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
@@ -64,6 +68,27 @@ def _call_constants(
         if stage.weight is not None
     )
     return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
+
+
+class CompiledCall:
+    """One compiled call between its preparation and its forward op."""
+
+    def __init__(
+        self,
+        flags: CallFlags,
+        recipe: Recipe,
+        kept: list[int],
+        saves: tuple[bool, bool],
+        weight_count: int,
+        delayed: bool,
+        draws_seeds: bool,
+    ) -> None:
+        self.flags, self.recipe, self.kept, self.saves = flags, recipe, kept, saves
+        self.weight_count, self.delayed, self.draws_seeds = weight_count, delayed, draws_seeds
+        self.weights: list[Tensor] = []
+        self.scales: Tensor | None = None
+        self.histories: list[Tensor] = []
+        self.records = False
 
 
 def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
@@ -92,6 +117,8 @@ class QuantizedLayer(torch.nn.Module):
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
     _fp8_largest: Tensor | None
+    # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
+    _is_parallel = False
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -137,6 +164,8 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
+        if self._is_parallel:
+            params = [local_part(param) for param in params]
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
         self._check_input(inp, weight)
@@ -195,6 +224,11 @@ class QuantizedLayer(torch.nn.Module):
                 f"{self._label()} expects an input of float32, float16 or bfloat16 but got "
                 f"{str(inp.dtype).removeprefix('torch.')}"
             )
+        if self._is_parallel and inp.dim() < 2 and self.spec.shards_rows:
+            raise ValueError(
+                f"{self._label()} expects an input of at least two dimensions under sequence parallelism but got "
+                f"shape {list(inp.shape)}"
+            )
         if inp.dim() == 0 or inp.shape[-1] != depth:
             raise ValueError(
                 f"{self._label()} expects the input's last dimension to be {depth} but got shape {list(inp.shape)}"
@@ -221,29 +255,46 @@ class QuantizedLayer(torch.nn.Module):
         flags = config.flags
         call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1])
         call.splits, call.offsets = by_host_or_device(splits)
+        if self._is_parallel:
+            call.unit = rows_per_entry(inp.shape)
         if isinstance(inp, QuantizedTensor):
-            call.x = self._quantized_input(config, inp)
+            call.x = self._quantized_input(config, inp.quantized_storage)
         else:
             call.x = kernels.as_rows(inp.detach())
-        # What inference mode makes, training could not use later.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            if config.delayed:
-                self._delayed_call(call, recipe, update, recomputed)
-            call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
+        self._fill_call(call, recipe, params, caching, update, skip, recomputed)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
             if self.training and _trains_with_seeds(self.spec, recipe):
                 draw_seeds(self.spec, inp)
-            out = result.out.view(*call.lead, result.out.shape[-1])
+            lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
+            out = result.out.view(*lead, result.out.shape[-1])
             if result.norm_output is None:
                 return out
             return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
-            self._main_grads(call, params, first)
+            # The attributes are on the parameters themselves, not on what a rank has of them.
+            self._main_grads(call, self._slots() if self._is_parallel else params, first)
         call.wgrad_store = self.wgrad_store
         return EagerLayer.apply(call, inp, *params)
+
+    def _fill_call(
+        self,
+        call: LayerCall,
+        recipe: Recipe | None,
+        params: Sequence[Tensor | None],
+        caching: bool,
+        update: bool,
+        skip: Tensor | None = None,
+        recomputed: Recomputed | None = None,
+    ) -> None:
+        """Delayed scaling's scales and the weights as the products read them."""
+        # What inference mode makes, training could not use later.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            if call.config.delayed:
+                self._delayed_call(call, recipe, update, recomputed)
+            call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
 
     def _config(
         self,
@@ -253,17 +304,34 @@ class QuantizedLayer(torch.nn.Module):
         caching: bool,
         device_splits: bool = False,
     ) -> LayerConfig:
+        on = torch.is_grad_enabled()
+        grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
+        return self._config_of(recipe, params, grads, caching, device_splits, inp)
+
+    def _config_of(
+        self,
+        recipe: Recipe | None,
+        params: Sequence[Tensor | None],
+        grads: tuple[bool, ...],
+        caching: bool,
+        device_splits: bool = False,
+        inp: Tensor | None = None,
+    ) -> LayerConfig:
+        """The configuration of a call; `grads`: of the input, then of every slot."""
         if recipe is not self._configs_recipe:
             self._check_recipe(recipe, params)
             self._configs, self._configs_recipe = {}, recipe
-        on = torch.is_grad_enabled()
-        grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
-        key = (grads, caching, device_splits)
+        key: Any = (grads, caching, device_splits)
+        shards = sequence_shards.rows if self._is_parallel else ()
+        if shards:
+            key = (*key, shards)
         config = self._configs.get(key)
         if config is None:
-            config = resolve(self.spec, recipe, CallFlags(grads[0], grads[1:], caching, device_splits=device_splits))
+            flags = CallFlags(grads[0], grads[1:], caching, device_splits=device_splits, shards=shards)
+            config = resolve(self.spec, recipe, flags)
             self._configs[key] = config
-            self._config_made(config, inp)
+            if inp is not None:
+                self._config_made(config, inp)
         return config
 
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
@@ -284,8 +352,7 @@ class QuantizedLayer(torch.nn.Module):
                             f"but it is {size}"
                         )
 
-    def _quantized_input(self, config: LayerConfig, inp: QuantizedTensor) -> QuantizedStorage:
-        storage = inp.quantized_storage
+    def _quantized_input(self, config: LayerConfig, storage: QuantizedStorage) -> QuantizedStorage:
         wanted = config.stages[0].x
         layout = None if wanted is None else wanted.with_usage(rowwise=True, columnwise=True)
         given = storage.quantizer.layout_quantizer().with_usage(rowwise=True, columnwise=True)
@@ -336,6 +403,7 @@ class QuantizedLayer(torch.nn.Module):
                     update,
                     skip,
                     caching,
+                    stage.spec.comm.amax_group("weight"),
                 )
                 group.append(used)
                 made = made or new is not None
@@ -370,6 +438,8 @@ class QuantizedLayer(torch.nn.Module):
                     continue
                 getter = getattr(param, "get_main_grad", None)
                 main_grad = getter() if getter is not None else getattr(param, "main_grad", None)
+                if self._is_parallel:
+                    main_grad = local_part(main_grad)
                 if main_grad is None:
                     raise ValueError(
                         f"{self._label()}: fuse_wgrad_accumulation expects main_grad on each weight; set "
@@ -404,6 +474,8 @@ class QuantizedLayer(torch.nn.Module):
 
     def _add_gradient(self, param: Tensor, slot: int, gradient: Tensor) -> None:
         """Where a delayed gradient goes; another place if the slot is only a part of a parameter."""
+        if self._is_parallel:
+            gradient = like_parameter(gradient, param)
         param.grad = gradient if param.grad is None else param.grad + gradient
 
     # ---------------------------------------------------------------------------------------- compiled
@@ -419,51 +491,87 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         on = torch.is_grad_enabled()
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
+        sizes, offsets = by_host_or_device(splits)
+        call = self._begin_compiled(recipe, params, grads, caching, update, skip, isinstance(splits, Tensor))
+        spec = self.spec
+        if not any(grads):
+            detached = [None if p is None else p.detach() for p in params]
+            seeded = self.training and _trains_with_seeds(spec, recipe)
+            op = compiled.forward_op(self._is_parallel, seeded)
+            made = op(
+                inp, detached, call.weights, call.scales, sizes or [], offsets, spec, call.recipe, call.flags, inp.dtype
+            )
+            if call.records:
+                self._record_compiled(call.histories, made[2 if spec.return_norm_output else 1])
+            return (made[0], made[1]) if spec.return_norm_output else made[0]
+        return compiled.CompiledLayer.apply(
+            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], call.weight_count, call.kept, call.saves,
+            call.delayed, call.draws_seeds, offsets, call.scales, call.histories[0] if call.delayed else None,
+            *call.weights, *params,
+        )  # fmt: skip
+
+    def _begin_compiled(
+        self,
+        recipe: Recipe | None,
+        params: list[Tensor | None],
+        grads: list[bool],
+        caching: bool,
+        update: bool,
+        skip: Tensor | None,
+        device_splits: bool,
+    ) -> CompiledCall:
+        """Everything of a compiled call that comes before its forward op: constants, scales, quantized weights."""
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
-        flags, known, kept, saves, weight_count, delayed, draws_seeds = _call_constants(
-            self.spec, recipe, caching, None, isinstance(splits, Tensor), *grads
-        )
-        sizes, offsets = by_host_or_device(splits)
-        scales = history = None
+        shards = sequence_shards.rows if self._is_parallel else ()
+        call = CompiledCall(*_call_constants(self.spec, recipe, caching, None, device_splits, shards, *grads))
         amaxes = None
-        records = False
-        if delayed and isinstance(recipe, DelayedScaling):
-            self._ensure_delayed(recipe)
-            scales, history = self.fp8_scale, self.fp8_amax_history
-            records = any(grads) or self.training
-            if records and update:
-                torch.ops.te_dist.advance_scales(
-                    history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
-                )
-        detached = [None if p is None else p.detach() for p in params]
-        weights: list[Tensor] = []
-        if weight_count:
+        if call.delayed and isinstance(recipe, DelayedScaling):
+            call.records = any(grads) or self.training
+            call.scales, call.histories = self._scales_compiled(recipe, call.records and update)
+        if call.weight_count:
+            detached = [None if p is None else p.detach() for p in params]
+            scales, weight_count = call.scales, call.weight_count
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
-                weights = list(self._workspaces)
+                call.weights = list(self._workspaces)
                 if update or skip is not None:
-                    amaxes = torch.zeros_like(scales) if scales is not None else inp.new_zeros(1, dtype=torch.float32)
-                    torch.ops.te_dist.update_weights(detached, weights, amaxes, scales, skip, self.spec, known, flags)
+                    like = call.weights[0]
+                    amaxes = torch.zeros_like(scales) if scales is not None else like.new_zeros(1, dtype=torch.float32)
+                    torch.ops.te_dist.update_weights(
+                        detached, call.weights, amaxes, scales, skip, self.spec, call.recipe, call.flags
+                    )
             else:
-                made = torch.ops.te_dist.quantize_weights(detached, scales, self.spec, known, flags)
-                weights = list(made[:weight_count])
-                amaxes = made[weight_count] if delayed else None
+                quantize = (
+                    torch.ops.te_dist.quantize_weights_exchanged
+                    if self._is_parallel
+                    else torch.ops.te_dist.quantize_weights
+                )
+                made = quantize(detached, scales, self.spec, call.recipe, call.flags)
+                call.weights = list(made[:weight_count])
+                amaxes = made[weight_count] if call.delayed else None
                 if caching:
-                    self._workspaces = weights
+                    self._workspaces = call.weights
                     self._workspace_recipe = recipe
-        if records and amaxes is not None:
-            torch.ops.te_dist.record_amaxes(history, amaxes, True)
-        if not any(grads):
-            seeded = self.training and _trains_with_seeds(self.spec, recipe)
-            op = torch.ops.te_dist.layer_forward_seeded if seeded else torch.ops.te_dist.layer_forward
-            made = op(inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype)
-            if records:
-                torch.ops.te_dist.record_amaxes(history, made[2 if self.spec.return_norm_output else 1], True)
-            return (made[0], made[1]) if self.spec.return_norm_output else made[0]
-        return compiled.CompiledLayer.apply(
-            inp, self.spec, known, flags, inp.dtype, sizes or [], weight_count, kept, saves, delayed,
-            draws_seeds, offsets, scales, history, *weights, *params,
-        )  # fmt: skip
+        if call.records and amaxes is not None:
+            self._record_compiled(call.histories, amaxes)
+        return call
+
+    def _scales_compiled(self, recipe: DelayedScaling, advances: bool) -> tuple[Tensor, list[Tensor]]:
+        """Delayed scaling's scales for this call, and the histories that what it sees is recorded in."""
+        self._ensure_delayed(recipe)
+        scales, history = self.fp8_scale, self.fp8_amax_history
+        assert scales is not None and history is not None
+        if advances:
+            torch.ops.te_dist.advance_scales(
+                history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
+            )
+        return scales, [history]
+
+    def _record_compiled(self, histories: list[Tensor], amaxes: Tensor, of_forward: bool = True) -> None:
+        at = 0
+        for history in histories:
+            torch.ops.te_dist.record_amaxes(history, amaxes[at : at + history.shape[1]], of_forward)
+            at += history.shape[1]
 
     # ---------------------------------------------------------------------------------------- delayed scaling
     @torch.compiler.assume_constant_result
@@ -485,12 +593,17 @@ class QuantizedLayer(torch.nn.Module):
             resized[:shared] = history[:shared]
             self.fp8_amax_history = resized
 
+    def _delayed_is_ready(self, recipe: Any) -> bool:
+        history = self.fp8_amax_history
+        if history is None or self.fp8_scale is None or self._fp8_largest is None:
+            return False
+        return history.shape[0] == recipe.amax_history_len
+
     def _delayed_call(
         self, call: LayerCall, recipe: Recipe | None, update: bool, recomputed: Recomputed | None
     ) -> None:
         assert isinstance(recipe, DelayedScaling)
-        if self.fp8_scale is None or self.fp8_amax_history is None or self._fp8_largest is None \
-                or self.fp8_amax_history.shape[0] != recipe.amax_history_len:  # fmt: skip
+        if not self._delayed_is_ready(recipe):
             self._ensure_delayed(recipe)
         scales, history = self.fp8_scale, self.fp8_amax_history
         assert scales is not None and history is not None and self._fp8_largest is not None

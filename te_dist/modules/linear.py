@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels
+from te_dist.dynamo.linear import LinearPlan, plan_of, traced_linear
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.parameters import local_part
 from te_dist.modules.scopes import scope
 from te_dist.modules.split_parameters import SplitParameters
 from te_dist.pipeline.config import LayerConfig, LayerSpec, StageSpec
@@ -107,9 +109,19 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         if not torch.compiler.is_compiling():  # in this order: a compiled graph must not depend on the plan
             plan = self._lean
             if plan is not None and self._takes_the_lean_way(plan, inp, is_first_microbatch, skip_weight_update):
-                return LeanLinear.apply(plan, inp, self.weight, self.bias)
+                if not plan.delayed:
+                    return LeanLinear.apply(plan, inp, self.weight, self.bias)
+                state = (self.fp8_amax_history, self.fp8_scale, self._fp8_largest)
+                return LeanLinear.apply(plan, inp, self.weight, self.bias, *state)
+        elif is_first_microbatch is None and skip_weight_update is None and self._is_plain():
+            traced = self._traced_plan(inp)
+            if traced is not None:
+                return traced_linear(inp, self.weight, self.bias, traced)
         out = self._run(inp, is_first_microbatch, skip_weight_update)
-        return (out, self._weight_and_bias()[1]) if self.return_bias else out
+        return (out, self._returned_bias()) if self.return_bias else out
+
+    def _returned_bias(self) -> Tensor | None:
+        return local_part(self._weight_and_bias()[1])
 
     def _takes_the_lean_way(
         self, plan: LeanPlan, inp: Tensor, is_first_microbatch: bool | None, skip_weight_update: Tensor | None
@@ -122,13 +134,35 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
             and fits(plan, self._recipe_of_call(), inp, self.weight, self.bias)
             and not torch.is_autocast_enabled("cuda")
             and kernels.functions(plan.device) is not None
+            and (not plan.delayed or self._delayed_is_ready(plan.recipe))
         )
+
+    def _is_plain(self) -> bool:
+        special = self.return_bias or self.parameter_splits or self.fuse_wgrad_accumulation
+        return not special and self.wgrad_store is None
+
+    def _traced_plan(self, inp: Tensor) -> LinearPlan | None:
+        """The plan of a call in a compiled graph; None takes the layer's op."""
+        weight, bias = self.weight, self.bias
+        usual = scope.depth == 0 and type(inp) is Tensor and type(weight) is torch.nn.Parameter
+        if not usual or torch.is_autocast_enabled(inp.device.type) or inp.device != weight.device:
+            return None
+        if inp.dim() == 0 or inp.shape[-1] != self.in_features or inp.numel() == 0:
+            return None
+        on = torch.is_grad_enabled()
+        grads = (
+            on and inp.requires_grad,
+            on and weight.requires_grad,
+            on and bias is not None and bias.requires_grad,
+        )
+        dtypes = (inp.dtype, weight.dtype, None if bias is None else bias.dtype)
+        sizes = (self.out_features, self.in_features)
+        return plan_of(self.spec, self._recipe_of_call(), inp.device, dtypes, sizes, grads)
 
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
         """Called when the chain has run in a new configuration: perhaps the next call need not take it."""
-        usual = not (self.return_bias or self.parameter_splits or self.fuse_wgrad_accumulation)
-        if usual and self.wgrad_store is None and type(inp) is Tensor:
-            self._lean = LeanPlan.of(config, self.weight, self.bias, inp) or self._lean
+        if self._is_plain() and type(inp) is Tensor:
+            self._lean = LeanPlan.of(config, self._configs_recipe, self.weight, self.bias, inp) or self._lean
 
     def extra_repr(self) -> str:
         bias = bool(self._parts("bias")) if self.parameter_splits else self.bias is not None

@@ -7,11 +7,13 @@ lists with one entry per group; a dense layer has one.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_dist.pipeline.config import LayerConfig
+from te_dist.producers import Producer
 from te_dist.tensors.storage import QuantizedStorage
 
 TensorOrQuantized = Tensor | QuantizedStorage
@@ -32,6 +34,7 @@ class FwdArgs:
     # groups
     splits: list[int] | None = None  # rows of each group
     offsets: Tensor | None = None  # int32 [groups] on the device, where each group ends: in place of splits
+    unit: int = 1  # rows per entry of the input's first dimension
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,7 +57,7 @@ class FwdResult:
 @dataclasses.dataclass(slots=True)
 class BwdArgs:
     # tensors
-    dy: Tensor  # [M, N]
+    dy: Tensor | Producer  # [M, N]
     dnorm_output: Tensor | None  # gradient of the norm's output where that was returned
     x: TensorOrQuantized | None  # the layer's input, where backward needs it
     params: list[Tensor | None]  # as in FwdArgs; None where backward does not need one
@@ -75,6 +78,8 @@ class BwdArgs:
     # groups
     splits: list[int] | None = None
     offsets: Tensor | None = None
+    # rows that are spread over ranks: by stage and group, see pipeline/shards.py
+    rows: list[list[Any] | None] | None = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,14 +8,14 @@ kernels and products switched off, so that they cannot drift apart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_dist.kernels import as_rows
-from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
+from te_dist.kernels import as_rows, is_shapes_only
+from te_dist.pipeline.args import BwdArgs, BwdResult, FwdArgs, FwdResult, TensorOrQuantized
 from te_dist.pipeline.backward import layer_backward
 from te_dist.pipeline.config import NORM, CallFlags, LayerConfig, LayerSpec, resolve
 from te_dist.pipeline.forward import layer_forward
@@ -28,7 +28,9 @@ from te_dist.pipeline.saved import (
     needs_input,
     rebuild_saved,
 )
+from te_dist.pipeline.shards import out_lead, stage_rows
 from te_dist.pipeline.weights import dgrad_operand
+from te_dist.producers import Producer
 from te_dist.recipe import NoRecipe, Recipe
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import release_saved_tensors
@@ -49,6 +51,7 @@ class LayerCall:
     seeds: Tensor | None = None
     splits: list[int] | None = None
     offsets: Tensor | None = None
+    unit: int = 1  # rows per entry of the input's first dimension
     main_grads: list[Tensor | None] | None = None
     overwrite_main_grads: frozenset[int] = frozenset()
     placeholder_grads: frozenset[int] = frozenset()  # slots that get an uninitialised gradient beside their main_grad
@@ -66,7 +69,88 @@ def forward_args(call: LayerCall, params: Sequence[Tensor | None]) -> FwdArgs:
         amaxes=call.amaxes,
         splits=call.splits,
         offsets=call.offsets,
+        unit=call.unit,
     )
+
+
+@dataclasses.dataclass(slots=True)
+class CallFrame:
+    """What backward must know of a forward call besides its tensors."""
+
+    x_dtype: torch.dtype
+    param_dtypes: list[torch.dtype | None]
+    rows: int
+    depths: list[int]  # K of every stage
+
+
+def forward_call(
+    call: LayerCall, x_dtype: torch.dtype, params: Sequence[Tensor | None]
+) -> tuple[FwdResult, list[TensorOrQuantized | None], CallFrame]:
+    """Run forward: its result, the operands that backward needs besides ``result.saved``, and the frame. The call
+    lets go of its tensors: from here on it is up to autograd to hold them."""
+    result = layer_forward(forward_args(call, params))
+    config = call.config
+    param_dtypes = [None if p is None else p.dtype for p in params]
+    frame = CallFrame(x_dtype, param_dtypes, call.x.shape[0], _depths(config, params))
+    operands: list[TensorOrQuantized | None] = [
+        call.x if needs_input(config) else None,
+        call.seeds,
+        call.scales,
+        call.offsets,
+    ]
+    for stage, weights in zip(config.stages, call.weights, strict=True):
+        is_norm = stage.spec.produce == NORM and stage.needs_dgrad
+        operands.append(params[stage.first_param] if is_norm else None)
+        operands.extend(
+            dgrad_operand(stage, weight, params[stage.weight_slot + group]) for group, weight in enumerate(weights)
+        )
+    call.x, call.weights = None, []  # type: ignore[assignment]
+    call.scales = call.seeds = call.offsets = None
+    return result, operands, frame
+
+
+def backward_args(
+    call: LayerCall, frame: CallFrame, operands: Iterator[Any], tensors: Iterator[Tensor], dy: Tensor | Producer
+) -> BwdArgs:
+    """The arguments of backward. `operands`: from ``forward_call``; `tensors`: its flattened ``result.saved``."""
+    config = call.config
+    x, seeds, scales, offsets = (next(operands) for _ in range(4))
+    params: list[Tensor | None] = [None] * config.spec.param_count
+    weights = []
+    for stage in config.stages:
+        params[stage.first_param] = next(operands)
+        weights.append([next(operands) for _ in range(stage.spec.weights)])
+    spread = stage_rows(config, frame.rows, call.splits, call.unit) if config.communicates else None
+    return BwdArgs(
+        dy=dy if isinstance(dy, Producer) else _matrix(dy, call.out_dtype),
+        dnorm_output=None,
+        x=x,
+        params=params,
+        weights=weights,
+        saved=rebuild_saved(config, tensors, frame.rows, frame.depths, frame.x_dtype, call.splits, spread),
+        config=config,
+        x_dtype=frame.x_dtype,
+        param_dtypes=frame.param_dtypes,
+        scales=scales,
+        amaxes=call.grad_amaxes,
+        seeds=seeds,
+        main_grads=call.main_grads,
+        overwrite_main_grads=call.overwrite_main_grads,
+        wgrad_store=call.wgrad_store,
+        splits=call.splits,
+        offsets=offsets,
+        rows=spread,
+    )
+
+
+def backward_call(call: LayerCall, frame: CallFrame, args: BwdArgs) -> BwdResult:
+    """Run backward; it consumes `args`."""
+    result = layer_backward(args)
+    for slot in call.placeholder_grads:
+        main_grad = call.main_grads[slot] if call.main_grads is not None else None
+        if main_grad is not None and result.dparams[slot] is None:
+            result.dparams[slot] = torch.empty_like(main_grad, dtype=frame.param_dtypes[slot])
+    return result
 
 
 class EagerLayer(torch.autograd.Function):
@@ -74,29 +158,13 @@ class EagerLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, x: Tensor, *params: Tensor | None) -> Any:
-        result = layer_forward(forward_args(call, params))
-        config = call.config
-        ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
-        ctx.param_dtypes = [None if p is None else p.dtype for p in params]
-        ctx.rows, ctx.depths = call.x.shape[0], _depths(config, params)
-        operands: list[TensorOrQuantized | None] = [
-            call.x if needs_input(config) else None,
-            call.seeds,
-            call.scales,
-            call.offsets,
-        ]
-        for stage, weights in zip(config.stages, call.weights, strict=True):
-            is_norm = stage.spec.produce == NORM and stage.needs_dgrad
-            operands.append(params[stage.first_param] if is_norm else None)
-            operands.extend(
-                dgrad_operand(stage, weight, params[stage.weight_slot + group]) for group, weight in enumerate(weights)
-            )
+        result, operands, ctx.frame = forward_call(call, x.dtype, params)
+        ctx.call, ctx.x_shape = call, x.shape
         tensors, ctx.shells = hollow_out(operands)
         ctx.save_for_backward(*tensors, *flatten_saved(result.saved))
-        # What autograd holds now must not be held a second time: it is to be freed after backward.
-        call.x, call.weights = None, []  # type: ignore[assignment]
-        call.scales = call.seeds = call.offsets = None
-        out = result.out if len(call.lead) == 1 else result.out.view(*call.lead, result.out.shape[-1])
+        config = call.config
+        lead = call.lead if not config.communicates else out_lead(config, call.lead, result.out.shape[0])
+        out = result.out if len(lead) == 1 else result.out.view(*lead, result.out.shape[-1])
         if not config.spec.return_norm_output:
             return out
         assert result.norm_output is not None
@@ -106,45 +174,18 @@ class EagerLayer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor, dnorm_output: Tensor | None = None) -> Any:
         call: LayerCall = ctx.call
-        config = call.config
         tensors = iter(ctx.saved_tensors)
         operands: Any = iter(fill_in(ctx.shells, tensors))
-        x, seeds, scales, offsets = (next(operands) for _ in range(4))
-        params: list[Tensor | None] = [None] * config.spec.param_count
-        weights = []
-        for stage in config.stages:
-            params[stage.first_param] = next(operands)
-            weights.append([next(operands) for _ in range(stage.spec.weights)])
-        args = BwdArgs(
-            dy=_matrix(dy, call.out_dtype),
-            dnorm_output=None if dnorm_output is None else _matrix(dnorm_output, ctx.x_dtype),
-            x=x,
-            params=params,
-            weights=weights,
-            saved=rebuild_saved(config, tensors, ctx.rows, ctx.depths, ctx.x_dtype, call.splits),
-            config=config,
-            x_dtype=ctx.x_dtype,
-            param_dtypes=ctx.param_dtypes,
-            scales=scales,
-            amaxes=call.grad_amaxes,
-            seeds=seeds,
-            main_grads=call.main_grads,
-            overwrite_main_grads=call.overwrite_main_grads,
-            wgrad_store=call.wgrad_store,
-            splits=call.splits,
-            offsets=offsets,
-        )
+        args = backward_args(call, ctx.frame, operands, tensors, dy)
+        if dnorm_output is not None:
+            args.dnorm_output = _matrix(dnorm_output, ctx.frame.x_dtype)
         # Unless the graph is retained, nobody else holds what was saved: each stage frees what it has used.
         release_saved_tensors(ctx)
-        del tensors, operands, x, weights, params, dy
-        result = layer_backward(args)
+        del tensors, operands, dy
+        result = backward_call(call, ctx.frame, args)
         dx = result.dx
         if dx is not None and len(ctx.x_shape) != 2:
             dx = dx.view(ctx.x_shape)
-        for slot in call.placeholder_grads:
-            main_grad = call.main_grads[slot] if call.main_grads is not None else None
-            if main_grad is not None and result.dparams[slot] is None:
-                result.dparams[slot] = torch.empty_like(main_grad, dtype=ctx.param_dtypes[slot])
         return None, dx, *result.dparams
 
 
@@ -193,4 +234,8 @@ def config_of(spec: LayerSpec, recipe: Recipe, flags: CallFlags) -> LayerConfig:
 
 def draw_seeds(spec: LayerSpec, like: Tensor) -> Tensor:
     """int64 [seed_count, 2] from torch's generator, which activation checkpointing restores before it recomputes."""
-    return torch.randint(0, 2**62, (spec.seed_count, 2), dtype=torch.int64, device=like.device)
+    seeds = torch.randint(0, 2**62, (spec.seed_count, 2), dtype=torch.int64, device=like.device)
+    if not spec.communicates or is_shapes_only():
+        return seeds
+    parts = seeds.split([stage.weights for stage in spec.stages])
+    return torch.cat([stage.comm.own_seeds(part) for stage, part in zip(spec.stages, parts, strict=True)])

@@ -189,18 +189,14 @@ class Float8Quantizer(Float8QuantizerBase):
                 f"{type(self).__name__}: x is on {x.device} but scale and amax are on "
                 f"{self.scale.device} and {self.amax.device}"
             )
-        if group is None:
-            kernels.amax(x, self.amax, accumulate=True, noop=noop)
-        else:
-            amax = torch.empty_like(self.amax)
+        out = cast(Float8TensorStorage, out)
+        seen: Tensor | None = self.amax
+        if group is not None:
+            amax, seen = torch.empty_like(self.amax), None
             kernels.amax(x, amax)
             all_reduce_amax([amax], group)
             # Through the kernel again: a one-element tensor is its own amax, and the flag is honoured.
             kernels.amax(amax.view(1, 1), self.amax, accumulate=True, noop=noop)
-        self._cast_into(x, out, noop)
-
-    def _cast_into(self, x: Tensor | Producer, out: QuantizedStorage, noop: Tensor | None) -> None:
-        out = cast(Float8TensorStorage, out)
         kernels.cast_scaled(
             x,
             self.scale,
@@ -208,6 +204,7 @@ class Float8Quantizer(Float8QuantizerBase):
             out._transpose,
             out._scale_inv,
             fp8=self.fp8_dtype,
+            amax=seen,
             noop=noop,
         )
 
