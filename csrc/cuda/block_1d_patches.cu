@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 
 bool launch_block_1d_patches(const Made& x, const BlockOutput& out, Lane lane) {
   const auto start = [&](auto way, auto kernel) {
-    launch_way<decltype(way)::value>("block_1d_patches_kernel", kernel, static_cast<int>(sizeof(ByteStage)), x, lane, out);
+    constexpr int kStage = static_cast<int>(sizeof(ByteStage));
+    launch_way<decltype(way)::value>("block_1d_patches_kernel", kernel, kStage, x, lane, out);
     return true;
   };
   switch (way_of(x)) {

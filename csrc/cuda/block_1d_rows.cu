@@ -24,7 +24,9 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
         const float scale = block_scale<bf16_t, F>(max_of_rows(raw, lane), out.rule);
         const float value = 1.0f / scale;
 #pragma unroll
-        for (int k = 0; k < NormRowsConfig::kRows; ++k) inverse[k] = k == number ? value : k > number ? 0.0f : inverse[k];
+        for (int k = 0; k < NormRowsConfig::kRows; ++k) {  // zeros for rows that are not there
+          inverse[k] = k == number ? value : k > number ? 0.0f : inverse[k];
+        }
         uint8_t* to = out.row_data.data + row * out.row_data.cols + 8 * rank;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from,
                       Lane lane) {
   const Made made = made_of(x, false);
-  if (col == nullptr && row != nullptr && aligned(row, 8) && by_rows(made)) {
-    return launch_cast_rows(made, x.make_stats, format, row, from, lane);
+  if (format == Fp8::kE4M3 && col == nullptr && row != nullptr && aligned(row, 8) && by_rows(made)) {
+    return launch_cast_rows(made, x.make_stats, row, from, lane);
   }
   if (x.make_stats) launch_norm_stats(x, from.noop, lane);
   const ByteMatrix row_out = byte_matrix(row, x.rows, x.cols, 8);

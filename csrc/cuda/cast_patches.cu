@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
                        [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                          if (from.seen != nullptr) word = max_of_patch(patch, word);
                          write_tile<bf16_t, F>(patch, scale, tile, inside, row_out, col_out,
-                                                  *static_cast<ByteStage*>(work_area<kWay>(memory)));
+                                               *static_cast<ByteStage*>(work_area<kWay>(memory)));
                        });
   record_amax<bf16_t, PatchConfig::kThreads>(from, word, maxima);
 }
@@ -36,14 +36,17 @@ bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, c
   const bool e4m3 = format == Fp8::kE4M3;
   switch (way_of(x)) {
     case Way::kNorm:
-      return start(WayTag<Way::kNorm>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kNorm> : cast_patches_kernel<E5M2, Way::kNorm>);
+      return start(WayTag<Way::kNorm>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kNorm>
+                                            : cast_patches_kernel<E5M2, Way::kNorm>);
     case Way::kActivation:
       return e4m3 && start(WayTag<Way::kActivation>{}, cast_patches_kernel<E4M3, Way::kActivation>);
     case Way::kGated: return e4m3 && start(WayTag<Way::kGated>{}, cast_patches_kernel<E4M3, Way::kGated>);
     case Way::kSlope:
-      return start(WayTag<Way::kSlope>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kSlope> : cast_patches_kernel<E5M2, Way::kSlope>);
+      return start(WayTag<Way::kSlope>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kSlope>
+                                            : cast_patches_kernel<E5M2, Way::kSlope>);
     case Way::kPaired:
-      return start(WayTag<Way::kPaired>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kPaired> : cast_patches_kernel<E5M2, Way::kPaired>);
+      return start(WayTag<Way::kPaired>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kPaired>
+                                            : cast_patches_kernel<E5M2, Way::kPaired>);
     case Way::kNone: break;
   }
   return false;

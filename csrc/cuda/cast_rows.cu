@@ -33,12 +33,9 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
 
 }  // namespace
 
-void launch_cast_rows(const Made& x, bool make_stats, Fp8 format, uint8_t* row, const CastScale& from, Lane lane) {
-  dispatch_fp8(format, [&](auto fp8) {
-    using F = TypeOf<decltype(fp8)>;
-    const auto kernel = x.centered ? cast_rows_kernel<F, true> : cast_rows_kernel<F, false>;
-    launch_norm_rows<8>("cast_rows_kernel", kernel, x, lane, make_stats, row, from);
-  });
+void launch_cast_rows(const Made& x, bool make_stats, uint8_t* row, const CastScale& from, Lane lane) {
+  const auto kernel = x.centered ? cast_rows_kernel<E4M3, true> : cast_rows_kernel<E4M3, false>;
+  launch_norm_rows<8>("cast_rows_kernel", kernel, x, lane, make_stats, row, from);
 }
 
 }  // namespace cuda

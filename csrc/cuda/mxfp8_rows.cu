@@ -40,7 +40,9 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
   // The scales of rows that fill up the last 128.
   const int64_t padding = round_up(x.rows, TileConfig::kTile) - x.rows;
   for (int64_t row = blockIdx.x; row < padding; row += gridDim.x) {
-    for (int at = static_cast<int>(threadIdx.x); at < pitch; at += NormRowsConfig::kThreads) out.row_scale[(x.rows + row) * pitch + at] = 0;
+    for (int at = static_cast<int>(threadIdx.x); at < pitch; at += NormRowsConfig::kThreads) {
+      out.row_scale[(x.rows + row) * pitch + at] = 0;
+    }
   }
 }
 

@@ -24,7 +24,9 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
     produce_made_kernel(const __grid_constant__ Made x, bf16_t* out) {
   extern __shared__ uint4 memory[];
   for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
-                     [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) { store_patch(x, patch, tile, out); });
+                     [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
+                       store_patch(x, patch, tile, out);
+                     });
 }
 
 template <Way kWay>
@@ -32,7 +34,9 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     produce_patches_kernel(const __grid_constant__ Made x, bf16_t* out) {
   extern __shared__ __align__(16) float table[];
   for_each_patch<kWay>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, table,
-                       [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) { store_patch(x, patch, tile, out); });
+                       [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
+                         store_patch(x, patch, tile, out);
+                       });
 }
 
 }  // namespace
