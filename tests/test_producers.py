@@ -238,6 +238,118 @@ def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[
                 assert_same_bytes(a.cpu(), e, "norm gradient")
 
 
+def check_quantized(
+    build: Callable[[Tensor], Producer], x: Tensor, format: str, columnwise: bool, sums: bool = False
+) -> None:
+    """On the GPU: a quantize that makes the matrix equals one of the matrix made on the CPU."""
+    theirs = build(x)
+    mine = build(x.cuda())
+    for producer in (mine, theirs) if sums else ():
+        producer.want_column_sums()
+    made = kernels.materialize(theirs).cuda()
+    quantizer = on("cuda", QUANTIZERS[format](rowwise=True, columnwise=columnwise))
+    if not fits(quantizer, tuple(mine.shape)):
+        return
+    what = f"{format} {tuple(x.shape)} column {columnwise}"
+    actual = quantizer.quantize_produced(mine, mine.shape)
+    expected = on("cuda", QUANTIZERS[format](rowwise=True, columnwise=columnwise)).quantize(made)
+    assert_same_storage(actual, expected, what)
+    if sums:
+        assert_equal_with_nan(mine.partials.cpu(), theirs.partials, f"{what} partials")
+    if isinstance(mine, NormOutput):
+        assert_same_bytes(mine.rstd.cpu(), theirs.rstd, f"{what} rstd")
+        if mine.mean is not None:
+            assert_same_bytes(mine.mean.cpu(), theirs.mean, f"{what} mean")
+
+
+EVERY_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+TABLED: dict[str, Callable[[Tensor], Producer]] = {
+    **{name: lambda x, n=name: ActivationOutput(x, n) for name in ("silu", "gelu", "qgelu")},
+    **{
+        name: lambda x, n=name: ActivationOutput(torch.cat([x, x.flip(0)], 1), n)
+        for name in ("swiglu", "geglu", "qgeglu")
+    },
+    "dgelu": lambda x: ActivationGradient(x.flip(0), x, "gelu"),
+    "dswiglu": lambda x: ActivationGradient(x.flip(0), torch.cat([x, x.flip(1)], 1), "swiglu"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
+@pytest.mark.parametrize("name", TABLED)
+def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
+    """Matrices of so many tiles that the GPU looks activations up."""
+    in_order = EVERY_BF16.repeat(144).view(2304, 4096)
+    shuffled = in_order.flatten()[torch.randperm(in_order.numel(), generator=torch.Generator().manual_seed(1))]
+    finite = torch.where(shuffled.float().abs() < 1e4, shuffled, torch.ones_like(shuffled)).view(2304, 4096)
+    for x in (in_order, finite, finite[:2299, :4040].contiguous()):
+        for format in ("delayed_e4m3", "current_e4m3", "current_e5m2", "block_1d", "mxfp8_e4m3"):
+            check_quantized(TABLED[name], x, format, columnwise)
+    if name.startswith("d"):
+        for format in ("delayed_e4m3", "block_1d", "mxfp8_e4m3"):
+            check_quantized(TABLED[name], finite, format, columnwise, sums=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+def test_norms_of_whole_rows(layer_norm: bool) -> None:
+    for shape in ((1, 8), (5, 8192), (130, 264), (131, 4096), (2, 8184), (1023, 1024), (257, 2048), (6, 16384)):
+        for weight_dtype, zero_centered in ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False)):
+            x = matrix(*shape, torch.bfloat16)
+            for format in ("current_e4m3", "block_1d", "mxfp8_e4m3"):
+                check_quantized(lambda x: norm(x, layer_norm, weight_dtype, zero_centered), x, format, False)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
+def test_magnitudes_of_activations_rise_and_fall_in_stretches(name: str) -> None:
+    """What the CUDA amax of an activation relies on; the troughs are those of csrc/cuda/amax_activation.cu."""
+    trough = {"silu": 0xBFA8, "gelu": 0xBF4E}.get(name, 0xBF43)
+    bits = EVERY_BF16.view(torch.int16).int() & 0xFFFF
+    made = reference_producers.activation_output(EVERY_BF16.view(256, 256), name, False, None).flatten().float().abs()
+    by_bits = torch.empty_like(made)
+    by_bits[bits.long()] = made
+    infinity, minus_zero, minus_infinity = 0x7F80, 0x8000, 0xFF80
+
+    def rises(values: Tensor) -> bool:
+        return bool((values[1:] >= values[:-1]).all())
+
+    assert rises(by_bits[: infinity + 1]) and rises(by_bits[minus_zero : trough + 1])
+    falling = by_bits[trough + 1 : minus_infinity + 1]
+    lowest = int(falling.argmin())
+    assert rises(falling[: lowest + 1].flip(0)) and rises(falling[lowest:])
+
+
+@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
+def test_amax_of_an_activation(device: str, name: str) -> None:
+    ordered = EVERY_BF16.float()
+    ordered = ordered[ordered.isfinite()].sort().values.bfloat16()
+    generator = torch.Generator().manual_seed(2)
+    constants = (float("-inf"), float("inf"), 0.0, -0.0, -3e38)
+    samples = [torch.full((4, 8), value, dtype=torch.bfloat16) for value in constants]
+    for _ in range(60):
+        ends = torch.randint(0, ordered.numel(), (2,), generator=generator).sort().values
+        among = ordered[int(ends[0]) : int(ends[1]) + 1]
+        samples.append(among[torch.randint(0, among.numel(), (24, 40), generator=generator)])
+    for low, high in ((-2, -0.5), (-1, 0), (-100, -80), (-1e-3, 1e-3), (-0.8, 0.5), (-20, 0.1)):
+        samples.append(torch.empty(24, 40).uniform_(low, high, generator=generator).bfloat16())
+    for where in (0, 959):
+        poisoned = samples[-1].clone()
+        poisoned.view(-1)[where] = float("nan")
+        samples += [poisoned, -poisoned]
+    for x in samples:
+        made = reference_producers.activation_output(x, name, False, None)
+        expected = torch.zeros(1)
+        with te_dist.use_backend("reference"):
+            kernels.amax(made, expected)
+        actual = torch.full((1,), 7.0, device=device)
+        kernels.amax(ActivationOutput(x.to(device), name), actual)
+        assert_same_bytes(actual.cpu(), expected, f"{name} of {x.min()} .. {x.max()}")
+        wide = torch.full((x.shape[0], x.shape[1] + 8), 1e30, dtype=torch.bfloat16)
+        wide[:, : x.shape[1]] = x
+        kernels.amax(ActivationOutput(wide.to(device)[:, : x.shape[1]], name), actual, accumulate=True)
+        assert_same_bytes(actual.cpu(), expected, f"{name}, strided")
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("format", ["current_e4m3", "block_1d", "mxfp8_e4m3"])
 @pytest.mark.parametrize("build", [BUILDS["layer"], BUILDS["dswiglu"]], ids=["layer", "dswiglu"])

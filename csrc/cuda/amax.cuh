@@ -15,6 +15,10 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
 // The same of a matrix that is made on the fly.
 void launch_amax_made(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
 
+// The same of an activation without bias or gate, whose operand is fused (check::fused); false: x is something
+// else. Raises what is in `amax`.
+bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane);
+
 // `word` of raw magnitudes and 16 bytes of elements.
 template <typename T>
 __device__ __forceinline__ uint32_t max_of_vector(uint32_t word, const uint4& v) {

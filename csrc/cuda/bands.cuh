@@ -1,11 +1,9 @@
 // The order of work of a norm whose tiles need the statistics of their 128 rows, in one launch, so that the
 // tiles find in L2 what the statistics have read.
 //
-// Blocks take tickets. Tickets number the pieces of work in an order that keeps the statistics a few bands of
-// 128 rows ahead of the tiles. A tile waits for statistics with smaller tickets alone, statistics wait for
-// nobody, and a block works off its tickets in their order (but for statistics, which it may do early):
-// whoever holds the smallest ticket that is not done can go on, so no order in which blocks are started locks
-// up.
+// Blocks of threads are pieces of work, numbered in an order that keeps the statistics a few bands of 128 rows
+// ahead of the tiles. A tile waits for statistics of smaller numbers alone, and statistics wait for nobody.
+// Blocks are started in the order of their numbers, so whoever a tile waits for has been started.
 #pragma once
 
 #include "common.cuh"
@@ -15,16 +13,14 @@ namespace cuda {
 
 struct BandConfig {
   static constexpr int kRows = 128;
-  static constexpr int kRowsPerPiece = 8;  // of statistics, one a warp
+  static constexpr int kRowsPerPiece = 4;  // of statistics
   static constexpr int kPieces = kRows / kRowsPerPiece;
-  // Bands that the statistics lead by. 16384 x 8192 on an H200: 6 is 15 to 20 % faster than 9 or 12, from
-  // which on the tiles find less and less in L2.
-  static constexpr int kAhead = 6;
+  // Bands that the statistics lead by: about as many as there are blocks at once.
+  static constexpr int kAhead = 8;
 };
 
 struct Bands {
-  // [0]: the next ticket; [1 + b]: pieces of band b whose statistics are there. null: tiles have no order
-  unsigned* counters;
+  unsigned* counters;  // per band, of pieces whose statistics are there; null: tiles have no order
   unsigned bands;
   unsigned across;  // tiles of a band
   unsigned ahead;   // bands that the statistics lead by
@@ -49,44 +45,21 @@ inline int64_t band_pieces(const Bands& order) {
 // Zeroes the counters on the stream.
 void launch_bands_reset(const Bands& order, Lane lane);
 
-// A block's tickets, each asked for while the one before is worked on.
-class Tickets {
- public:
-  __device__ __forceinline__ explicit Tickets(const Bands& order) : counter_(order.counters) { ask(); }
-
-  // The next one, in all threads. slot: a word of shared memory.
-  __device__ __forceinline__ unsigned take(unsigned* slot) {
-    __syncthreads();
-    if (threadIdx.x == 0) *slot = asked_;
-    __syncthreads();
-    const unsigned ticket = *slot;
-    ask();
-    return ticket;
-  }
-
- private:
-  __device__ __forceinline__ void ask() {
-    if (threadIdx.x == 0 && counter_ != nullptr) asked_ = atomicAdd(counter_, 1u);
-  }
-  unsigned* counter_;
-  unsigned asked_ = 0;
-};
-
-__device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned ticket) {
+__device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned number) {
   constexpr unsigned kPieces = BandConfig::kPieces;
   const unsigned first = order.ahead * kPieces;  // statistics before the first tile
-  if (ticket < first) return BandPiece{true, ticket / kPieces, ticket % kPieces};
-  ticket -= first;
+  if (number < first) return BandPiece{true, number / kPieces, number % kPieces};
+  number -= first;
   const unsigned step = kPieces + order.across;
   const unsigned steps = order.bands - order.ahead;
-  if (ticket < steps * step) {
-    const unsigned band = ticket / step;
-    const unsigned index = ticket % step;
+  if (number < steps * step) {
+    const unsigned band = number / step;
+    const unsigned index = number % step;
     return index < kPieces ? BandPiece{true, band + order.ahead, index}
                            : BandPiece{false, band, index - kPieces};
   }
-  ticket -= steps * step;
-  return BandPiece{false, steps + ticket / order.across, ticket % order.across};
+  number -= steps * step;
+  return BandPiece{false, steps + number / order.across, number % order.across};
 }
 
 // All threads of the block have written their statistics.
@@ -94,7 +67,7 @@ __device__ __forceinline__ void band_done(const Bands& order, unsigned band) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence();
-  atomicAdd(order.counters + 1 + band, 1u);
+  atomicAdd(order.counters + band, 1u);
 }
 
 __device__ __forceinline__ void wait_for_band(const Bands& order, unsigned band) {
@@ -103,7 +76,7 @@ __device__ __forceinline__ void wait_for_band(const Bands& order, unsigned band)
     for (;;) {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                    : "=r"(done)
-                   : "l"(order.counters + 1 + band)
+                   : "l"(order.counters + band)
                    : "memory");
       if (done >= BandConfig::kPieces) break;
       __nanosleep(200);

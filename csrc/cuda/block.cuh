@@ -7,6 +7,8 @@
 namespace te_dist {
 namespace cuda {
 
+struct Made;
+
 struct BlockOutput {
   ByteMatrix row_data;  // [M, K], null data: not asked for
   ByteMatrix col_data;  // [K, M]
@@ -18,6 +20,9 @@ struct BlockOutput {
 
 void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
 void launch_block_1d_made(const Source& x, Fp8 format, const BlockOutput& out, Lane lane);
+void launch_block_1d_rows(const Made& x, bool make_stats, const BlockOutput& out, Lane lane);
+// false: this is made in another way (as are small matrices).
+bool launch_block_1d_patches(const Made& x, const BlockOutput& out, Lane lane);
 void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
 
 }  // namespace cuda

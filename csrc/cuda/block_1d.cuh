@@ -134,11 +134,13 @@ __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TileP
                                               const BlockOutput& out, ColumnExchange<T>& exchange,
                                               ByteStage& stage) {
   const bool columns = out.col_data.data != nullptr;
-  if (columns) share_column_amax(patch, exchange);
+  if (columns) {
+    share_column_amax(patch, exchange);
+    __syncthreads();
+    make_column_scales<T, F>(exchange, tile, out);  // half of the threads, while the others go on
+  }
   if (out.row_data.data != nullptr) write_row_plane<T, F>(patch, tile, inside, out);
   if (!columns) return;
-  __syncthreads();
-  make_column_scales<T, F>(exchange, tile, out);
   __syncthreads();
   stage_column_plane<T, F>(patch, exchange, stage);
   __syncthreads();

@@ -8,6 +8,8 @@
 namespace te_dist {
 namespace cuda {
 
+struct Made;
+
 struct CastScale {
   const float* scale;  // null: current scaling, from amax by rule
   const float* amax;
@@ -43,6 +45,11 @@ __device__ __forceinline__ float tensor_scale(const CastScale& from) {
 
 void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from,
                       Lane lane);
+// To E4M3; x is as norm_rows.cuh wants it (by_rows).
+void launch_cast_rows(const Made& x, bool make_stats, uint8_t* row, const CastScale& from, Lane lane);
+// false: this is made in another way (as are small matrices).
+bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, const ByteMatrix& col_out,
+                         const CastScale& from, Lane lane);
 
 }  // namespace cuda
 }  // namespace te_dist

@@ -1,6 +1,7 @@
 // Per-tensor casts of a matrix that is made on the fly: 3 bytes an element for one plane, 4 for both, plus
 // what the producer reads beyond one operand.
 #include "cast.cuh"
+#include "norm_rows.cuh"
 #include "norm_stats.cuh"
 #include "source.cuh"
 
@@ -8,7 +9,7 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <typename F, bool kActivated>
+template <typename F>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     cast_made_kernel(const __grid_constant__ Made x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
   extern __shared__ uint4 memory[];
@@ -17,7 +18,7 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   const float scale = tensor_scale<F>(from);
   const bool columns = col_out.data != nullptr;
   uint32_t word = 0u;
-  for_each_made_tile<kActivated>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,
+  for_each_made_tile(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        // The stage takes the place of patches: all threads have theirs.
                        if (columns) __syncthreads();
@@ -33,11 +34,15 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 void launch_cast_made(const Source& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from,
                       Lane lane) {
   const Made made = made_of(x, false);
+  if (format == Fp8::kE4M3 && col == nullptr && row != nullptr && aligned(row, 8) && by_rows(made)) {
+    return launch_cast_rows(made, x.make_stats, row, from, lane);
+  }
   if (x.make_stats) launch_norm_stats(x, from.noop, lane);
+  const ByteMatrix row_out = byte_matrix(row, x.rows, x.cols, 8);
+  const ByteMatrix col_out = byte_matrix(col, x.cols, x.rows, 16);
+  if (launch_cast_patches(made, format, row_out, col_out, from, lane)) return;
   dispatch_fp8(format, [&](auto fp8) {
-    using F = typename decltype(fp8)::type;
-    launch_made("cast_made_kernel", cast_made_kernel<F, false>, cast_made_kernel<F, true>, made, lane,
-                byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
+    launch_made("cast_made_kernel", cast_made_kernel<TypeOf<decltype(fp8)>>, made, lane, row_out, col_out, from);
   });
 }
 

@@ -187,6 +187,11 @@ __device__ __forceinline__ void store_bulk(V* to, V value) {
   }
 }
 
+// Brings the line of 128 bytes at `from` into L2.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // Four scale bytes; the buffer's rows are multiples of four bytes, but nobody promised an aligned start.
 __device__ __forceinline__ void store_scale_word(uint8_t* out, uint32_t word) {
   if ((reinterpret_cast<std::uintptr_t>(out) & 3u) == 0) {

@@ -20,7 +20,11 @@ struct MxOutput {
   const float* noop;
 };
 
+struct Made;
 void launch_mxfp8_made(const Source& x, Fp8 format, const MxOutput& out, Lane lane);
+void launch_mxfp8_rows(const Made& x, bool make_stats, const MxOutput& out, Lane lane);
+// false: this is made in another way.
+bool launch_mxfp8_patches(const Made& x, const MxOutput& out, Lane lane);
 
 namespace {
 
@@ -66,39 +70,88 @@ __device__ __forceinline__ uint8_t square_code(const Patch<T>& patch) {
   return code_of_raw<T, F>(max_with_lane(max_with_lane(raw, 8), 16));
 }
 
+// Maxima over the four lanes that differ in the bits kBit and 2 kBit of their numbers, of 4 kCount values each: a
+// lane ends with kCount neighbours, the first ones where both bits are 0. Every step halves what a lane still cares
+// about.
+template <int kBit, int kCount, typename Max>
+__device__ __forceinline__ void max_over_quad(const uint32_t (&all)[4 * kCount], uint32_t (&mine)[kCount],
+                                              const Max& max_of) {
+  const bool upper = (threadIdx.x & (2 * kBit)) != 0;
+  const bool odd = (threadIdx.x & kBit) != 0;
+  uint32_t half[2 * kCount];
+#pragma unroll
+  for (int k = 0; k < 2 * kCount; ++k) {
+    const uint32_t other = __shfl_xor_sync(kFullWarp, upper ? all[k] : all[2 * kCount + k], 2 * kBit);
+    half[k] = max_of(upper ? all[2 * kCount + k] : all[k], other);
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? half[k] : half[kCount + k], kBit);
+    mine[k] = max_of(odd ? half[kCount + k] : half[k], other);
+  }
+}
+
+// A lane's two of eight codes (see max_over_quad), and their factors.
+struct TwoCodes {
+  uint32_t code[2];
+  float factor[2];
+
+  __device__ __forceinline__ TwoCodes(uint8_t first, uint8_t second) {
+    code[0] = first;
+    code[1] = second;
+    factor[0] = e8m0_encode_factor(first);
+    factor[1] = e8m0_encode_factor(second);
+  }
+  // The factor of value i of eight.
+  template <int kBit>
+  __device__ __forceinline__ float factor_of(int i) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    return __shfl_sync(kFullWarp, factor[i % 2], (lane & ~(3 * kBit)) | (i / 2 * kBit));
+  }
+};
+
+template <typename T, typename F>
+__device__ __forceinline__ TwoCodes row_codes(const Patch<T>& patch) {
+  uint32_t raw[8];
+  uint32_t mine[2];
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) raw[i] = Words<T>::fold(patch.row_max(i));
+  max_over_quad<1, 2>(raw, mine, [](uint32_t a, uint32_t b) { return max(a, b); });
+  return TwoCodes(code_of_raw<T, F>(mine[0]), code_of_raw<T, F>(mine[1]));
+}
+
+template <typename T, typename F>
+__device__ __forceinline__ TwoCodes column_codes(const Patch<T>& patch) {
+  constexpr int kWords = Patch<T>::kWords;
+  constexpr int kPer = Words<T>::per_word;
+  uint32_t words[kWords];
+  uint32_t mine[kWords / 4];
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) words[w] = patch.col_max(w);
+  max_over_quad<8, kWords / 4>(words, mine, [](uint32_t a, uint32_t b) { return Words<T>::max(a, b); });
+  const auto code = [&](int i) {
+    return e8m0_from_amax(Words<T>::element(mine[i / kPer], i % kPer), F::reciprocal_max);
+  };
+  return TwoCodes(code(0), code(1));
+}
+
 template <typename T, typename F>
 __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                                 const MxOutput& out, uint8_t square, MxScales& scales) {
   const MxPlace at = mx_place();
+  const TwoCodes codes = out.two_d ? TwoCodes(square, square) : row_codes<T, F>(patch);
+  const int mine = static_cast<int>(threadIdx.x % 4) * 2;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int block = at.col / MxConfig::kBlock;
+    const bool padding = tile.row + at.row + mine + k >= out.row_data.rows ||
+                         tile.col + block * MxConfig::kBlock >= out.row_data.cols;
+    scales.row[at.row + mine + k][block] = inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
+  }
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
-    uint8_t code = square;
-    if (!out.two_d) {
-      const uint32_t raw = Words<T>::fold(patch.row_max(i));
-      code = code_of_raw<T, F>(max_with_lane(max_with_lane(raw, 1), 2));
-    }
     store_patch_row(out.row_data, tile.row + at.row + i, tile.col + at.col, inside,
-                    encode_patch_row<T, F>(patch, i, e8m0_encode_factor(code)));
-    if (threadIdx.x % 4 == 0) {
-      const bool padding =
-          tile.row + at.row + i >= out.row_data.rows || tile.col + at.col >= out.row_data.cols;
-      scales.row[at.row + i][at.col / MxConfig::kBlock] = padding ? 0 : code;
-    }
-  }
-}
-
-template <typename T, typename F>
-__device__ __forceinline__ void column_codes(const Patch<T>& patch, uint8_t (&code)[TileConfig::kPatch]) {
-  constexpr int kPer = Words<T>::per_word;
-#pragma unroll
-  for (int w = 0; w < Patch<T>::kWords; ++w) {
-    uint32_t word = patch.col_max(w);
-    word = Words<T>::max(word, __shfl_xor_sync(kFullWarp, word, 8));
-    word = Words<T>::max(word, __shfl_xor_sync(kFullWarp, word, 16));
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      code[w * kPer + i] = e8m0_from_amax(Words<T>::element(word, i), F::reciprocal_max);
-    }
+                    encode_patch_row<T, F>(patch, i, codes.template factor_of<1>(i)));
   }
 }
 
@@ -107,23 +160,18 @@ __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const 
                                                    const MxOutput& out, uint8_t square, MxScales& scales) {
   constexpr int kPatch = TileConfig::kPatch;
   const MxPlace at = mx_place();
-  uint8_t code[kPatch];
+  const TwoCodes codes = out.two_d ? TwoCodes(square, square) : column_codes<T, F>(patch);
+  const int mine = static_cast<int>(threadIdx.x / 8 % 4) * 2;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int block = at.row / MxConfig::kBlock;
+    const bool padding = tile.row + block * MxConfig::kBlock >= out.col_data.rows ||
+                         tile.col + at.col + mine + k >= out.col_data.cols;
+    scales.col[block][at.col + mine + k] = inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
+  }
   float factor[kPatch];
-  if (out.two_d) {
 #pragma unroll
-    for (int j = 0; j < kPatch; ++j) code[j] = square;
-  } else {
-    column_codes<T, F>(patch, code);
-  }
-#pragma unroll
-  for (int j = 0; j < kPatch; ++j) {
-    factor[j] = e8m0_encode_factor(code[j]);
-    if (threadIdx.x % 32 < 8) {
-      const bool padding =
-          tile.row + at.row >= out.col_data.rows || tile.col + at.col + j >= out.col_data.cols;
-      scales.col[at.row / MxConfig::kBlock][at.col + j] = padding ? 0 : code[j];
-    }
-  }
+  for (int j = 0; j < kPatch; ++j) factor[j] = codes.template factor_of<8>(j);
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
     const auto scaled = [&](int j) { return patch.value(i, j) * factor[j]; };

@@ -1,19 +1,20 @@
 // MXFP8, 1x32, of a matrix that is made on the fly.
 #include "mxfp8.cuh"
+#include "norm_rows.cuh"
 #include "source.cuh"
 
 namespace te_dist {
 namespace cuda {
 namespace {
 
-template <typename F, bool kActivated>
+template <typename F>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     mxfp8_made_kernel(const __grid_constant__ Made x, MxOutput out) {
   extern __shared__ uint4 memory[];
   __shared__ MxScales scales;
   if (is_noop(out.noop)) return;
   const MxPlace at = mx_place();
-  for_each_made_tile<kActivated>(x, false, at.row, at.col, true, memory,
+  for_each_made_tile(x, false, at.row, at.col, true, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
                      });
@@ -23,8 +24,12 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 
 void launch_mxfp8_made(const Source& x, Fp8 format, const MxOutput& out, Lane lane) {
   TED_CHECK(format == Fp8::kE4M3, "MXFP8 of a matrix made on the fly is E4M3");
-  launch_made("mxfp8_made_kernel", mxfp8_made_kernel<E4M3, false>, mxfp8_made_kernel<E4M3, true>,
-              made_of(x, true), lane, out);
+  const Made made = made_of(x, true);
+  if (out.col_data.data == nullptr && out.row_data.vector && by_rows(made)) {
+    return launch_mxfp8_rows(made, x.make_stats, out, lane);
+  }
+  if (launch_mxfp8_patches(made, out, lane)) return;
+  launch_made("mxfp8_made_kernel", mxfp8_made_kernel<E4M3>, made, lane, out);
 }
 
 }  // namespace cuda

@@ -1,4 +1,5 @@
 // Writes a bf16 matrix that is made on the fly: `produce` for sources that the quantize kernels could fuse.
+#include "patch_source.cuh"
 #include "produce.cuh"
 #include "source.cuh"
 
@@ -6,30 +7,47 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <bool kActivated>
+__device__ __forceinline__ void store_patch(const Made& x, const Patch<bf16_t>& patch, const TilePlace& tile,
+                                            bf16_t* out) {
+  const int64_t row = tile.row + threadIdx.x / 16 * 8;
+  const int64_t col = tile.col + threadIdx.x % 16 * 8;
+  if (out == nullptr || col >= x.pitch) return;
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    if (row + i >= x.rows) break;
+    const uint32_t(&w)[4] = patch.word[i];
+    store_bulk(reinterpret_cast<uint4*>(out + (row + i) * x.pitch + col), make_uint4(w[0], w[1], w[2], w[3]));
+  }
+}
+
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     produce_made_kernel(const __grid_constant__ Made x, bf16_t* out) {
   extern __shared__ uint4 memory[];
-  for_each_made_tile<kActivated>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
+  for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
-                       const int64_t row = tile.row + threadIdx.x / 16 * 8;
-                       const int64_t col = tile.col + threadIdx.x % 16 * 8;
-                       if (out == nullptr || col >= x.pitch) return;
-#pragma unroll
-                       for (int i = 0; i < TileConfig::kPatch; ++i) {
-                         if (row + i >= x.rows) break;
-                         const uint32_t(&w)[4] = patch.word[i];
-                         store_bulk(reinterpret_cast<uint4*>(out + (row + i) * x.pitch + col),
-                                    make_uint4(w[0], w[1], w[2], w[3]));
-                       }
+                       store_patch(x, patch, tile, out);
                      });
+}
+
+template <Way kWay>
+__global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlocksPerSm)
+    produce_patches_kernel(const __grid_constant__ Made x, bf16_t* out) {
+  extern __shared__ __align__(16) float table[];
+  for_each_patch<kWay>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, table,
+                       [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
+                         store_patch(x, patch, tile, out);
+                       });
 }
 
 }  // namespace
 
 void launch_produce_made(const Source& x, const Output& out, Lane lane) {
-  launch_made("produce_made_kernel", produce_made_kernel<false>, produce_made_kernel<true>,
-              made_of(x, true), lane, static_cast<bf16_t*>(out.data));
+  const Made made = made_of(x, true);
+  auto* to = static_cast<bf16_t*>(out.data);
+  if (!made.activated()) {
+    return launch_way<Way::kNorm>("produce_patches_kernel", produce_patches_kernel<Way::kNorm>, 0, made, lane, to);
+  }
+  launch_made("produce_made_kernel", produce_made_kernel, made, lane, to);
 }
 
 }  // namespace cuda

@@ -27,6 +27,21 @@ __device__ __forceinline__ void unpack_eight(const uint4& from, float (&v)[8]) {
   for (int j = 0; j < 8; ++j) v[j] = Words<T>::element(words[j / 2], j % 2);
 }
 
+// Eight bf16 values times a factor, as bytes.
+template <typename F>
+__device__ __forceinline__ uint2 encode_eight(const uint4& from, float factor) {
+  float v[8];
+  unpack_eight<bf16_t>(from, v);
+  return make_uint2(encode_four<F>(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor),
+                    encode_four<F>(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor));
+}
+
+// The largest raw magnitude of eight bf16 values.
+__device__ __forceinline__ uint32_t largest_of_eight(const uint4& v) {
+  using W = Words<bf16_t>;
+  return W::fold(W::max(W::max(W::magnitude(v.x), W::magnitude(v.y)), W::magnitude(v.z), W::magnitude(v.w)));
+}
+
 // ---------------------------------------------------------------------------------------------- eights
 // Eight elements as they lie in memory; `high` is used by fp32 alone.
 struct Eight {
@@ -179,9 +194,9 @@ class RowTeam {
   static constexpr int kThreads = 128;
   static constexpr int kScratch = 2 * kThreads;  // floats of shared memory a team
 
-  // number: of the team in its block; scratch: the block's, kScratch floats per team.
+  // number: of the team in its block, up to 3; scratch: the block's, kScratch floats per team.
   __device__ __forceinline__ RowTeam(float* scratch, int number)
-      : scratch_(scratch + number * kScratch), first_(number == 0) {}
+      : scratch_(scratch + number * kScratch), number_(number) {}
 
   static __device__ __forceinline__ int rank() { return static_cast<int>(threadIdx.x % kThreads); }
 
@@ -191,10 +206,11 @@ class RowTeam {
     float* vectors = scratch_ + turn_ * kThreads;
     turn_ ^= 1;
     vectors[rank()] = fold_eight(accumulators);
-    if (first_) {  // at most two teams a block, and numbers that the compiler sees: it reserves no others
-      asm volatile("bar.sync 1, 128;" ::: "memory");
-    } else {
-      asm volatile("bar.sync 2, 128;" ::: "memory");
+    switch (number_) {  // numbers that the compiler sees: it reserves no others
+      case 0: asm volatile("bar.sync 1, 128;" ::: "memory"); break;
+      case 1: asm volatile("bar.sync 2, 128;" ::: "memory"); break;
+      case 2: asm volatile("bar.sync 3, 128;" ::: "memory"); break;
+      default: asm volatile("bar.sync 4, 128;" ::: "memory");
     }
     const int lane = static_cast<int>(threadIdx.x % 32);
     return fold_lanes((vectors[lane] + vectors[64 + lane]) + (vectors[32 + lane] + vectors[96 + lane]));
@@ -202,7 +218,7 @@ class RowTeam {
 
  private:
   float* scratch_;
-  bool first_;
+  int number_;
   int turn_ = 0;
 };
 
@@ -215,48 +231,89 @@ __device__ __forceinline__ float reciprocal_deviation(float square_sum, float co
   return __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(square_sum, count) + eps));
 }
 
-// A warp on a bf16 row of whole, aligned vectors: lane l has vectors 32 i + l. Reads the row once, twice if
-// centered.
-struct WarpRow {
-  const uint4* row;
-  int vectors;
+// A bf16 row of whole, aligned vectors in the registers of a team: word 4 i + w is word w of vector 128 i + rank.
+template <int kVectors>
+struct TeamRow {
+  static constexpr int kColumns = kVectors * 1024;
+  uint4 vector[kVectors];
 
-  // term(value) into 4 x 8 accumulators, 8 vectors on their way at a time.
-  template <typename Term>
-  __device__ __forceinline__ float sum(const Term& term) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    float total[4][8] = {};
-    const auto load = [&](int at) { return __ldcg(row + at); };
-    const auto add = [&](const uint4& v, float (&to)[8]) {
-      float values[8];
-      unpack_eight<bf16_t>(v, values);
+  // Vectors from `first` on; zeros behind the row's end.
+  __device__ __forceinline__ void load(const uint4* row, int first, int vectors) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) to[j] += term(values[j]);
-    };
-    int first = lane;
-#pragma unroll 1
-    for (; first - lane + 256 <= vectors; first += 256) {
-      uint4 v[8];
-#pragma unroll
-      for (int u = 0; u < 8; ++u) v[u] = load(first + 32 * u);
-#pragma unroll
-      for (int u = 0; u < 8; ++u) add(v[u], total[u % 4]);
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = first + i * RowTeam::kThreads + RowTeam::rank();
+      vector[i] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
     }
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      if (first + 32 * u < vectors) add(load(first + 32 * u), total[u % 4]);
-    }
-    return fold_lanes((fold_eight(total[0]) + fold_eight(total[2])) +
-                      (fold_eight(total[1]) + fold_eight(total[3])));
   }
-
-  __device__ __forceinline__ RowStats stats(bool centered, float eps) const {
-    const float count = static_cast<float>(vectors * 8);
-    const float mean = centered ? __fdiv_rn(sum([](float v) { return v; }), count) : 0.0f;
-    const float squares = sum([&](float v) { return (v - mean) * (v - mean); });
-    return RowStats{mean, reciprocal_deviation(squares, count, eps)};
+  // Brings a row into L2: what a team does not hold yet waits there.
+  static __device__ __forceinline__ void prefetch(const uint4* row, int vectors) {
+#pragma unroll 1
+    for (int at = 8 * RowTeam::rank(); at < vectors; at += 8 * RowTeam::kThreads) prefetch_line(row + at);
+  }
+  // Keeps the compiler from holding on to what it has unpacked: two registers an element.
+  __device__ __forceinline__ void forget_unpacked() {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      uint4& v = vector[i];
+      asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+    }
+  }
+  __device__ __forceinline__ void add_values(float (&total)[8]) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float v[8];
+      unpack_eight<bf16_t>(vector[i], v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) total[j] += v[j];
+    }
+  }
+  template <bool kCentered>
+  __device__ __forceinline__ void add_squares(float (&total)[8], float mean, int first, int vectors) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      // Behind the end lie zeros, which stay zeros.
+      const float centre = kCentered && first + i * RowTeam::kThreads + RowTeam::rank() < vectors ? mean : 0.0f;
+      float v[8];
+      unpack_eight<bf16_t>(vector[i], v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (kCentered) v[j] -= centre;
+        total[j] += v[j] * v[j];
+      }
+    }
   }
 };
+
+// The statistics of a row of which `held` has the first vectors; ends with the last ones in it. kWhole: it has all.
+template <bool kCentered, bool kWhole, int kVectors>
+__device__ __forceinline__ RowStats stats_of_row(RowTeam& team, TeamRow<kVectors>& held, const uint4* row, int vectors,
+                                                 float eps) {
+  constexpr int kStep = kVectors * RowTeam::kThreads;
+  const float count = static_cast<float>(vectors * 8);
+  float mean = 0.0f;
+  if (kCentered) {
+    float total[8] = {};
+    held.add_values(total);
+#pragma unroll 1
+    for (int first = kStep; !kWhole && first < vectors; first += kStep) {
+      held.load(row, first, vectors);
+      held.add_values(total);
+    }
+    mean = __fdiv_rn(team.sum(total), count);
+    held.forget_unpacked();
+    if (!kWhole && vectors > kStep) held.load(row, 0, vectors);
+  }
+  float squares[8] = {};
+  held.template add_squares<kCentered>(squares, mean, 0, vectors);
+#pragma unroll 1
+  for (int first = kStep; !kWhole && first < vectors; first += kStep) {
+    held.load(row, first, vectors);
+    held.template add_squares<kCentered>(squares, mean, first, vectors);
+  }
+  const float rstd = reciprocal_deviation(team.sum(squares), count, eps);
+  held.forget_unpacked();
+  return RowStats{mean, rstd};
+}
 
 // What a norm makes of eight values.
 __device__ __forceinline__ void apply_norm(float (&v)[8], const RowStats& stats, const float (&gain)[8],

@@ -1,5 +1,6 @@
-// Host side of source.cuh and bands.cuh: what may be made on the fly, and the counters of its order of work.
-#include "source.cuh"
+// Host side of made.cuh and bands.cuh: what may be made on the fly, and the counters of its order of work.
+#include "made.cuh"
+#include "tile.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -12,7 +13,7 @@ __global__ void bands_reset_kernel(unsigned* counters, unsigned count) {
 }  // namespace
 
 void launch_bands_reset(const Bands& order, Lane lane) {
-  bands_reset_kernel<<<1, 256, 0, stream_of(lane)>>>(order.counters, order.bands + 1);
+  bands_reset_kernel<<<1, 256, 0, stream_of(lane)>>>(order.counters, order.bands);
   check_launch("bands_reset_kernel");
 }
 

@@ -71,6 +71,20 @@ TED_FN ValueAndSlope gate_by_sigmoid(float x, float z, float w) {
   return ValueAndSlope{x * s, s * fused_multiply_add(w, 1.0f - s, 1.0f)};
 }
 
+// What the sigmoid of SiLU, GELU and quick-GELU is taken of.
+TED_FN float sigmoid_argument(Activation kind, float x) {
+  if (kind == Activation::kQuickGelu) return kQuickGelu * x;
+  if (kind == Activation::kSilu) return x;
+  return x * fused_multiply_add(kGeluB, x * x, kGeluA);
+}
+
+// Slopes times x, with which the slopes of these activations are made.
+TED_FN float sigmoid_slope(Activation kind, float x) {
+  if (kind == Activation::kQuickGelu) return kQuickGelu * x;
+  if (kind == Activation::kSilu) return x;
+  return x * fused_multiply_add(kGeluThreeB, x * x, kGeluA);
+}
+
 // The compiler drops what the caller does not use.
 template <Activation kKind>
 TED_FN ValueAndSlope activate(float x) {
@@ -82,11 +96,7 @@ TED_FN ValueAndSlope activate(float x) {
     const float positive = x <= 0.0f ? 0.0f : x;
     return ValueAndSlope{positive * positive, positive + positive};
   }
-  if (kKind == Activation::kQuickGelu) return gate_by_sigmoid(x, kQuickGelu * x, kQuickGelu * x);
-  if (kKind == Activation::kSilu) return gate_by_sigmoid(x, x, x);
-  const float square = x * x;
-  return gate_by_sigmoid(x, x * fused_multiply_add(kGeluB, square, kGeluA),
-                         x * fused_multiply_add(kGeluThreeB, square, kGeluA));
+  return gate_by_sigmoid(x, sigmoid_argument(kKind, x), sigmoid_slope(kKind, x));
 }
 
 }  // namespace te_dist

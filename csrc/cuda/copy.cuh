@@ -1,0 +1,19 @@
+// Copies to shared memory that nobody waits for yet.
+#pragma once
+
+#include "common.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+// 16 bytes to shared memory, past L1; zeros where there is no source. (With a cache hint for L2, ptxas 13.0
+// makes instructions of it that the GPU refuses.)
+__device__ __forceinline__ void copy_async(uint4* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+}  // namespace cuda
+}  // namespace te_dist

@@ -1,0 +1,327 @@
+// Tiles of a bf16 matrix that is made on the fly in registers, in the place of its operand: norms, matrices
+// whose columns are added up, and activations without a bias, whose sigmoids come from a table.
+//
+// As with a matrix in memory, a thread loads an 8 x 8 patch, and blocks that work hide the latency of those that
+// load. Norms and sums: a block takes one tile. Activations: blocks stay, for the sake of their tables.
+#pragma once
+
+#include "activation_table.cuh"
+#include "copy.cuh"
+#include "made_sums.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+enum class Way {
+  kNone,
+  kNorm,        // or a matrix in memory
+  kActivation,  // not gated
+  kGated,       // an activation
+  kSlope,       // GELU's gradient, not gated
+  kPaired,      // SwiGLU's gradient, two tiles at a time
+};
+
+template <Way kWay>
+struct WayTag {
+  static constexpr Way value = kWay;
+};
+
+struct PatchConfig {
+  static constexpr int kThreads = TileConfig::kThreads;
+  static constexpr int kSlot = kThreads * TileConfig::kPatch;  // vectors of one more operand
+  static constexpr int kSlotBytes = kSlot * 16;
+};
+
+template <Way kWay>
+struct WayConfig {
+  static constexpr bool kTabled = kWay != Way::kNorm;
+  // Operands besides the first one.
+  static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kWay == Way::kSlope ? 1 : 0;
+  static constexpr int kBlocksPerSm = 4 - kSlots;
+  using Table = SigmoidTable<(kSlots > 0)>;
+  static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
+};
+
+// ---------------------------------------------------------------------------------------------- launch
+// The way to make x; kNone: source.cuh's. Small matrices are not worth a table.
+inline Way way_of(const Made& x) {
+  if (!x.activated()) return Way::kNorm;
+  if (x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
+  const bool silu = x.activation == Activation::kSilu;
+  const bool gelu = x.activation == Activation::kGelu;
+  if (x.kind == Produce::kActivationGrad) {
+    return x.gated ? (silu ? Way::kPaired : Way::kNone) : (gelu ? Way::kSlope : Way::kNone);
+  }
+  if (x.partials != nullptr || !(silu || gelu || x.activation == Activation::kQuickGelu)) return Way::kNone;
+  return x.gated ? Way::kGated : Way::kActivation;
+}
+
+// stage_bytes: what the consumer of tiles uses of the work area behind the table.
+template <Way kWay, typename Kernel, typename... Arguments>
+void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x, Lane lane,
+                const Arguments&... arguments) {
+  using Config = WayConfig<kWay>;
+  const int least = Config::kSlots * PatchConfig::kSlotBytes;
+  const int sums = x.partials != nullptr ? static_cast<int>(sizeof(GroupSums)) : 0;
+  const int bytes = Config::kTableBytes + static_cast<int>(larger(least, larger(stage_bytes, sums)));
+  if (Config::kSlots > 0) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "shared memory for a table");
+  }
+  const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
+  if (x.order.counters != nullptr) launch_bands_reset(x.order, lane);
+  kernel<<<grid_size(smaller(x.pieces, most)), PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
+  check_launch(name);
+}
+
+// The work area in a block's dynamic shared memory.
+template <Way kWay>
+__device__ __forceinline__ void* work_area(float* memory) {
+  return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes;
+}
+
+// ---------------------------------------------------------------------------------------------- patches
+// The patch at (row, col) of an operand; what lies outside of the matrix is zero.
+__device__ __forceinline__ void load_operand(const Made& x, const bf16_t* data, int64_t stride, int64_t row,
+                                             int64_t col, bool inside, Patch<bf16_t>& patch) {
+  const bf16_t* from = data + row * stride + col;
+  if (inside) {
+#pragma unroll
+    for (int i = 0; i < TileConfig::kPatch; ++i) load_words(from + i * stride, patch.word[i]);
+    return;
+  }
+  const int live = col < x.cols ? static_cast<int>(min(x.rows - row, int64_t{TileConfig::kPatch})) : 0;
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) patch.word[i][w] = 0u;
+    if (i < live) load_words(from + i * stride, patch.word[i]);
+  }
+}
+
+// What a norm makes of a patch of its operand.
+__device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, Patch<bf16_t>& patch) {
+  float gain[8];
+  float bias[8];
+  // Eight neighbouring lanes share their rows: each fetches the statistics of one. Past L1, they are new.
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const bool there = row + lane % 8 < x.rows;
+  const float mean = there && x.centered ? __ldcg(x.mean + row + lane % 8) : 0.0f;
+  const float rstd = there ? __ldcg(x.rstd + row + lane % 8) : 0.0f;
+  load_gain<true>(x.weight, x.zero_centered, col, gain);
+  if (!x.centered && x.bias.data == nullptr) {
+#pragma unroll
+    for (int i = 0; i < TileConfig::kPatch; ++i) {
+      const float row_rstd = __shfl_sync(kFullWarp, rstd, (lane & 24) | i);
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {  // zeros stay zeros
+        patch.word[i][j / 2] =
+            pack_bf16(patch.value(i, j) * row_rstd * gain[j], patch.value(i, j + 1) * row_rstd * gain[j + 1]);
+      }
+    }
+    return;
+  }
+  load_vector<true>(x.bias, col, kNoBias, bias);
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    const int source = (lane & 24) | i;
+    const RowStats stats{__shfl_sync(kFullWarp, mean, source), __shfl_sync(kFullWarp, rstd, source)};
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = patch.value(i, j);
+    apply_norm(v, stats, gain, bias);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {  // a row outside of the matrix is zero, whatever the bias
+      patch.word[i][j / 2] = row + i < x.rows && col < x.cols ? pack_bf16(v[j], v[j + 1]) : 0u;
+    }
+  }
+}
+
+__device__ __forceinline__ float2 values_of(uint32_t word) {
+  return make_float2(Words<bf16_t>::element(word, 0), Words<bf16_t>::element(word, 1));
+}
+
+template <typename Table>
+__device__ __forceinline__ void make_activation(const Table& table, Patch<bf16_t>& patch) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 x = values_of(patch.word[i][w]);
+      const float2 sigma = table.look_up(patch.word[i][w]);
+      patch.word[i][w] = pack_bf16(x.x * sigma.x, x.y * sigma.y);
+    }
+  }
+}
+
+// A second operand waits in shared memory, where a thread finds row i of its patch 256 vectors behind row i - 1.
+__device__ __forceinline__ void copy_operand(const Made& x, const bf16_t* data, int64_t stride, int64_t row,
+                                             int64_t col, uint4* mine) {
+  const bf16_t* from = data + row * stride + col;
+  const int live = col < x.cols ? static_cast<int>(min(x.rows - row, int64_t{TileConfig::kPatch})) : 0;
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    copy_async(mine + i * PatchConfig::kThreads, i < live ? from + i * stride : data, i < live);
+  }
+}
+
+// patch <- combine(value, sigmoid of it, value of the second operand).
+template <typename Table, typename Combine>
+__device__ __forceinline__ void make_of_two(const Table& table, const uint4* mine, Patch<bf16_t>& patch,
+                                            const Combine& combine) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    const uint4 row = mine[i * PatchConfig::kThreads];
+    const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 x = values_of(patch.word[i][w]);
+      const float2 second = values_of(words[w]);
+      const float2 sigma = table.look_up(patch.word[i][w]);
+      patch.word[i][w] = pack_bf16(combine(x.x, sigma.x, second.x), combine(x.y, sigma.y, second.y));
+    }
+  }
+}
+
+__device__ __forceinline__ float gelu_gradient(float x, float sigma, float grad) {
+  return grad * (sigma * fused_multiply_add(sigmoid_slope(Activation::kGelu, x), 1.0f - sigma, 1.0f));
+}
+
+// SwiGLU's gradients: of its first factor in the patch, of its second one in that one's place in shared memory.
+template <typename Table>
+__device__ __forceinline__ void make_pair(const Table& table, const uint4* grads, uint4* seconds,
+                                          Patch<bf16_t>& patch) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    const uint4 grad = grads[i * PatchConfig::kThreads];
+    const uint4 second = seconds[i * PatchConfig::kThreads];
+    const uint32_t grad_words[4] = {grad.x, grad.y, grad.z, grad.w};
+    uint32_t words[4] = {second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 x = values_of(patch.word[i][w]);
+      const float2 sigma = table.look_up(patch.word[i][w]);
+      const float2 dy = values_of(grad_words[w]);
+      const float2 gate = values_of(words[w]);
+      const auto slope = [](float x, float sigma) {
+        return sigma * fused_multiply_add(sigmoid_slope(Activation::kSilu, x), 1.0f - sigma, 1.0f);
+      };
+      patch.word[i][w] = pack_bf16(dy.x * gate.x * slope(x.x, sigma.x), dy.y * gate.y * slope(x.y, sigma.y));
+      words[w] = pack_bf16(dy.x * (x.x * sigma.x), dy.y * (x.y * sigma.y));
+    }
+    seconds[i * PatchConfig::kThreads] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Keeps the compiler from holding on to what it has unpacked of the patch: two registers an element.
+__device__ __forceinline__ void forget_unpacked(Patch<bf16_t>& patch) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(patch.word[i][w]));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- bands
+static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band, unsigned index) {
+  constexpr int kTeams = PatchConfig::kThreads / RowTeam::kThreads;
+  __shared__ float scratch[kTeams * RowTeam::kScratch];
+  const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
+  const int vectors = static_cast<int>(x.cols / 8);
+  RowTeam team(scratch, number);
+  const int64_t first = static_cast<int64_t>(band) * BandConfig::kRows +
+                        static_cast<int64_t>(index) * BandConfig::kRowsPerPiece + number;
+  const int64_t end = min(first + BandConfig::kRowsPerPiece, x.rows);
+#pragma unroll 1
+  for (int64_t row = first; row < end; row += kTeams) {
+    const auto* from = reinterpret_cast<const uint4*>(x.data + row * x.stride);
+    TeamRow<8> held;
+    held.load(from, 0, vectors);
+    const int64_t later = row + BandConfig::kRows;
+    if (later < x.rows) {
+      TeamRow<8>::prefetch(reinterpret_cast<const uint4*>(x.data + later * x.stride), vectors);
+    }
+    const RowStats stats = x.centered ? stats_of_row<true, false>(team, held, from, vectors, x.eps)
+                                      : stats_of_row<false, false>(team, held, from, vectors, x.eps);
+    if (RowTeam::rank() != 0) continue;
+    if (x.centered) x.mean[row] = stats.mean;
+    x.rstd[row] = stats.rstd;
+  }
+  band_done(x.order, band);
+}
+
+// ---------------------------------------------------------------------------------------------- tiles
+// Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
+// (patch_row, patch_col). memory: the block's dynamic shared memory. backwards: starts with the last tile, which
+// L2 may still hold.
+template <Way kWay, typename Consume>
+__device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
+                                               float* memory, const Consume& consume) {
+  const auto finish = [&](Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
+    if (kWay != Way::kActivation && kWay != Way::kGated && x.partials != nullptr) {
+      store_column_sums(x, patch, tile, patch_row, patch_col, *static_cast<GroupSums*>(work_area<kWay>(memory)));
+      __syncthreads();
+    }
+    if (kWay == Way::kNorm) forget_unpacked(patch);
+    consume(patch, tile, inside);
+  };
+  if constexpr (kWay == Way::kNorm) {
+    TilePlace tile;
+    unsigned band = 0u;
+    if (x.order.counters != nullptr) {
+      const BandPiece piece = band_piece(x.order, blockIdx.x);
+      if (piece.stats) return make_band_stats(x, piece.band, piece.index);
+      band = piece.band;
+      tile = TilePlace{static_cast<int64_t>(band) * TileConfig::kTile,
+                       static_cast<int64_t>(piece.index) * TileConfig::kTile};
+    } else {
+      tile = tile_place(backwards ? x.pieces - 1 - blockIdx.x : blockIdx.x, x.cols);
+    }
+    const bool inside = tile_inside(tile, x.rows, x.cols);
+    Patch<bf16_t> patch;
+    load_operand(x, x.data, x.stride, tile.row + patch_row, tile.col + patch_col, inside, patch);
+    if (x.order.counters != nullptr) wait_for_band(x.order, band);
+    if (x.kind == Produce::kNorm) make_norm(x, tile.row + patch_row, tile.col + patch_col, patch);
+    return finish(patch, tile, inside);
+  } else {
+    const auto table = WayConfig<kWay>::Table::fill(memory, x.activation);
+    __syncthreads();
+#pragma unroll 1
+    for (unsigned piece = blockIdx.x; piece < x.pieces; piece += gridDim.x) {
+      const TilePlace tile = tile_place(backwards ? x.pieces - 1 - piece : piece, x.cols);
+      const bool inside = tile_inside(tile, x.rows, x.cols);
+      const int64_t row = tile.row + patch_row;
+      const int64_t col = tile.col + patch_col;
+      Patch<bf16_t> patch;
+      uint4* mine = static_cast<uint4*>(work_area<kWay>(memory)) + threadIdx.x;
+      if constexpr (kWay == Way::kGated) copy_operand(x, x.data + x.cols, x.stride, row, col, mine);
+      if constexpr (kWay == Way::kSlope || kWay == Way::kPaired) {
+        copy_operand(x, x.grad, x.grad_stride, row, col, mine);
+      }
+      if constexpr (kWay == Way::kPaired) {
+        copy_operand(x, x.data + x.cols, x.stride, row, col, mine + PatchConfig::kSlot);
+      }
+      load_operand(x, x.data, x.stride, row, col, inside, patch);
+      if constexpr (WayConfig<kWay>::kSlots > 0) asm volatile("cp.async.wait_all;" ::: "memory");
+      if constexpr (kWay == Way::kActivation) make_activation(table, patch);
+      if constexpr (kWay == Way::kGated) {
+        make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
+      }
+      if constexpr (kWay == Way::kSlope) make_of_two(table, mine, patch, gelu_gradient);
+      if constexpr (kWay == Way::kPaired) make_pair(table, mine, mine + PatchConfig::kSlot, patch);
+      // Until all have read what they shared. Here, because it also keeps the compiler from mixing both halves of
+      // the work, for which there are not registers enough.
+      __syncthreads();
+      finish(patch, tile, inside);
+      if constexpr (kWay == Way::kPaired) {
+        __syncthreads();
+        take_patch(mine + PatchConfig::kSlot, patch);
+        finish(patch, TilePlace{tile.row, tile.col + x.cols}, inside);
+      }
+      if constexpr (WayConfig<kWay>::kSlots > 0) __syncthreads();
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace te_dist
