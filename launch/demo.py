@@ -17,7 +17,8 @@ from torch import Tensor
 import te_dist
 from te_dist import recipe
 from te_dist.launch.doctor import table
-from te_dist.launch.llama import TinyLlama
+from te_dist.launch.llama import Llama
+from te_dist.launch.presets import ModelSize
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "bf16": None,
@@ -28,6 +29,7 @@ RECIPES: dict[str, recipe.Recipe | None] = {
     "NVFP4": recipe.NVFP4BlockScaling(),
 }
 BATCH, LENGTH = 8, 64
+SIZE = ModelSize(layers=2, hidden=128, ffn=256, heads=4, kv_heads=4, vocab_size=128)
 SETTLED = 10  # the final loss is the mean of so many steps
 
 
@@ -79,7 +81,8 @@ def batches(steps: int, device: torch.device) -> list[Tensor]:
 
 def train(name: str, chosen: recipe.Recipe | None, data: list[Tensor], progress: Progress) -> Run:
     torch.manual_seed(0)
-    model = TinyLlama(length=LENGTH).to(data[0].device)
+    model = Llama(SIZE, param_dtype=torch.bfloat16, device=data[0].device)
+    model.init_weights(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     losses: list[float] = []
     progress.start(name)
