@@ -2,3 +2,78 @@
 
 The one-process core below this package knows process groups only as arguments of a call; what spans ranks lives here.
 """
+
+from te_dist.parallel import ops as ops
+from te_dist.parallel.collectives import (
+    all_reduce_amax,
+    allreduce,
+    gather_along_first_dim,
+    reduce_scatter_along_first_dim,
+)
+from te_dist.parallel.comm import TensorParallel
+from te_dist.parallel.embedding import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from te_dist.parallel.mappings import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+    scatter_to_sequence_parallel,
+)
+from te_dist.parallel.modules import (
+    ColumnParallelLinear,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RowParallelLinear,
+    TransformerLayer,
+)
+from te_dist.parallel.plans import check_ranks, parallelize
+from te_dist.parallel.report import Collective, CommReport, comm_report
+from te_dist.parallel.rng import RankStream, rank_stream, seed_streams
+from te_dist.parallel.sequence import sequence_shards, shard_sizes
+from te_dist.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from te_dist.transport import RankFailed, RanksDisagree
+
+__all__ = [
+    "Collective",
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "CommReport",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RankFailed",
+    "RankStream",
+    "RanksDisagree",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "TensorParallel",
+    "TransformerLayer",
+    "VocabParallelEmbedding",
+    "all_reduce_amax",
+    "allreduce",
+    "check_ranks",
+    "comm_report",
+    "copy_to_tensor_parallel",
+    "gather_along_first_dim",
+    "gather_from_sequence_parallel",
+    "parallelize",
+    "rank_stream",
+    "reduce_from_tensor_parallel",
+    "reduce_scatter_along_first_dim",
+    "reduce_scatter_to_sequence_parallel",
+    "scatter_to_sequence_parallel",
+    "seed_streams",
+    "sequence_shards",
+    "shard_sizes",
+    "vocab_parallel_cross_entropy",
+]

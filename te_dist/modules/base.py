@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from te_dist import delayed_scaling, kernels
+from te_dist.comm import sequence_shards
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
+from te_dist.modules.parameters import like_parameter, local_part
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, roles
 from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
+from te_dist.pipeline.shards import out_lead, rows_per_entry
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
@@ -52,10 +55,11 @@ def _call_constants(
     keep_planes: bool,
     main_grad_dtype: torch.dtype | None,
     device_splits: bool,
+    shards: tuple[Any, ...],
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, shards)
     config = resolve(spec, recipe, flags)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
@@ -92,6 +96,8 @@ class QuantizedLayer(torch.nn.Module):
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
     _fp8_largest: Tensor | None
+    # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
+    _is_parallel = False
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -137,6 +143,8 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
+        if self._is_parallel:
+            params = [local_part(param) for param in params]
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
         self._check_input(inp, weight)
@@ -195,6 +203,11 @@ class QuantizedLayer(torch.nn.Module):
                 f"{self._label()} expects an input of float32, float16 or bfloat16 but got "
                 f"{str(inp.dtype).removeprefix('torch.')}"
             )
+        if self._is_parallel and inp.dim() < 2 and self.spec.shards_rows:
+            raise ValueError(
+                f"{self._label()} expects an input of at least two dimensions under sequence parallelism but got "
+                f"shape {list(inp.shape)}"
+            )
         if inp.dim() == 0 or inp.shape[-1] != depth:
             raise ValueError(
                 f"{self._label()} expects the input's last dimension to be {depth} but got shape {list(inp.shape)}"
@@ -221,6 +234,8 @@ class QuantizedLayer(torch.nn.Module):
         flags = config.flags
         call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1])
         call.splits, call.offsets = by_host_or_device(splits)
+        if self._is_parallel:
+            call.unit = rows_per_entry(inp.shape)
         if isinstance(inp, QuantizedTensor):
             call.x = self._quantized_input(config, inp)
         else:
@@ -234,14 +249,16 @@ class QuantizedLayer(torch.nn.Module):
             result = layer_forward(forward_args(call, params))
             if self.training and _trains_with_seeds(self.spec, recipe):
                 draw_seeds(self.spec, inp)
-            out = result.out.view(*call.lead, result.out.shape[-1])
+            lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
+            out = result.out.view(*lead, result.out.shape[-1])
             if result.norm_output is None:
                 return out
             return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
-            self._main_grads(call, params, first)
+            # The attributes are on the parameters themselves, not on what a rank has of them.
+            self._main_grads(call, self._slots() if self._is_parallel else params, first)
         call.wgrad_store = self.wgrad_store
         return EagerLayer.apply(call, inp, *params)
 
@@ -258,10 +275,14 @@ class QuantizedLayer(torch.nn.Module):
             self._configs, self._configs_recipe = {}, recipe
         on = torch.is_grad_enabled()
         grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
-        key = (grads, caching, device_splits)
+        key: Any = (grads, caching, device_splits)
+        shards = sequence_shards.rows if self._is_parallel else ()
+        if shards:
+            key = (*key, shards)
         config = self._configs.get(key)
         if config is None:
-            config = resolve(self.spec, recipe, CallFlags(grads[0], grads[1:], caching, device_splits=device_splits))
+            flags = CallFlags(grads[0], grads[1:], caching, device_splits=device_splits, shards=shards)
+            config = resolve(self.spec, recipe, flags)
             self._configs[key] = config
             self._config_made(config, inp)
         return config
@@ -336,6 +357,7 @@ class QuantizedLayer(torch.nn.Module):
                     update,
                     skip,
                     caching,
+                    stage.spec.comm.amax_group("weight"),
                 )
                 group.append(used)
                 made = made or new is not None
@@ -370,6 +392,8 @@ class QuantizedLayer(torch.nn.Module):
                     continue
                 getter = getattr(param, "get_main_grad", None)
                 main_grad = getter() if getter is not None else getattr(param, "main_grad", None)
+                if self._is_parallel:
+                    main_grad = local_part(main_grad)
                 if main_grad is None:
                     raise ValueError(
                         f"{self._label()}: fuse_wgrad_accumulation expects main_grad on each weight; set "
@@ -404,6 +428,8 @@ class QuantizedLayer(torch.nn.Module):
 
     def _add_gradient(self, param: Tensor, slot: int, gradient: Tensor) -> None:
         """Where a delayed gradient goes; another place if the slot is only a part of a parameter."""
+        if self._is_parallel:
+            gradient = like_parameter(gradient, param)
         param.grad = gradient if param.grad is None else param.grad + gradient
 
     # ---------------------------------------------------------------------------------------- compiled
@@ -422,7 +448,13 @@ class QuantizedLayer(torch.nn.Module):
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
         flags, known, kept, saves, weight_count, delayed, draws_seeds = _call_constants(
-            self.spec, recipe, caching, None, isinstance(splits, Tensor), *grads
+            self.spec,
+            recipe,
+            caching,
+            None,
+            isinstance(splits, Tensor),
+            sequence_shards.rows if self._is_parallel else (),
+            *grads,
         )
         sizes, offsets = by_host_or_device(splits)
         scales = history = None
@@ -445,7 +477,12 @@ class QuantizedLayer(torch.nn.Module):
                     amaxes = torch.zeros_like(scales) if scales is not None else inp.new_zeros(1, dtype=torch.float32)
                     torch.ops.te_dist.update_weights(detached, weights, amaxes, scales, skip, self.spec, known, flags)
             else:
-                made = torch.ops.te_dist.quantize_weights(detached, scales, self.spec, known, flags)
+                quantize = (
+                    torch.ops.te_dist.quantize_weights_exchanged
+                    if self._is_parallel
+                    else torch.ops.te_dist.quantize_weights
+                )
+                made = quantize(detached, scales, self.spec, known, flags)
                 weights = list(made[:weight_count])
                 amaxes = made[weight_count] if delayed else None
                 if caching:
@@ -455,7 +492,7 @@ class QuantizedLayer(torch.nn.Module):
             torch.ops.te_dist.record_amaxes(history, amaxes, True)
         if not any(grads):
             seeded = self.training and _trains_with_seeds(self.spec, recipe)
-            op = torch.ops.te_dist.layer_forward_seeded if seeded else torch.ops.te_dist.layer_forward
+            op = compiled.forward_op(self._is_parallel, seeded)
             made = op(inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype)
             if records:
                 torch.ops.te_dist.record_amaxes(history, made[2 if self.spec.return_norm_output else 1], True)
