@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import te_dist.parallel
 from te_dist.launch.config import ConfigError, TrainConfig
+from te_dist.launch.llama import Llama
 from te_dist.launch.runtime import World
 
 
@@ -50,8 +52,6 @@ def make_layout(config: TrainConfig, world: World) -> Layout:
 
 def check_available(config: TrainConfig) -> None:
     """Raise now, not after the model was built, for what this te_dist does not have."""
-    if config.tp > 1 and not hasattr(te_dist.parallel, "parallelize"):
-        raise ConfigError("tp above 1 needs te_dist.parallel.parallelize, which this te_dist does not have")
     if config.overlap != "off" and not hasattr(te_dist.parallel, "userbuffers"):
         raise ConfigError(f"overlap {config.overlap!r} is not available in this te_dist: set it to off")
 
@@ -80,8 +80,16 @@ def shard_model(model: nn.Module, blocks: list[nn.Module], layout: Layout, confi
 
 
 def apply_tensor_parallel(model: nn.Module, layout: Layout, config: TrainConfig) -> None:
-    """Split the layers of a Llama over the tp axis."""
+    """Split a Llama over the tp axis: blocks, vocabulary, and between them, with sp, the sequence."""
     if layout.tp == 1:
         return
-    check_available(config)
-    raise ConfigError("tp above 1 is not connected yet")
+    if not isinstance(model, Llama):
+        raise ConfigError(f"tp above 1 expects a preset's Llama but the model is a {type(model).__name__}")
+    mesh = layout.mesh["tp"]
+    plan = {f"layers.{index}": "column" for index in range(len(model.layers))}
+    plan |= {"embed": "row", "norm": "sequence" if config.sp else "replicate", "head": "column"}
+    te_dist.parallel.parallelize(model, mesh, plan, sequence_parallel=config.sp)
+    model.tie()
+    model.loss = functools.partial(
+        te_dist.parallel.vocab_parallel_cross_entropy, group=mesh.get_group(), vocab_size=model.size.vocab_size
+    )

@@ -75,9 +75,8 @@ class Llama(nn.Module):
             for index in range(size.layers)
         )
         self.norm = te_dist.RMSNorm(size.hidden, size.norm_eps, device=device, params_dtype=param_dtype)
-        self.head = nn.Linear(size.hidden, size.vocab_size, bias=False, **options)  # type: ignore[arg-type]
-        if size.tied_embeddings:
-            self.head.weight = self.embed.weight
+        self.head = te_dist.Linear(size.hidden, size.vocab_size, bias=False, **options)  # type: ignore[arg-type]
+        self.tie()
         if device is not None and torch.device(device).type != "cpu":
             self.rotary.to(device)
 
@@ -91,10 +90,15 @@ class Llama(nn.Module):
             else:
                 x = layer(x, rotary_pos_emb=angles)
         x = self.norm(x)
-        logits = nn.functional.linear(x, self.head.weight.to(x.dtype))
+        logits = self.head(x)
         if targets is None:
             return logits.transpose(0, 1)
         return self.loss(logits.flatten(0, 1), targets.t().flatten())
+
+    def tie(self) -> None:
+        """Let the head use the embedding's weight, where the size says so; again after either was replaced."""
+        if self.size.tied_embeddings:
+            self.head.weight = self.embed.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
