@@ -21,6 +21,8 @@ from te_dist.parallel.mappings import (
 from te_dist.parallel.modules import distribute_parameter, mesh_of, part_of
 from te_dist.parallel.sequence import shard_sizes
 
+REDUCTIONS = ("mean", "sum", "none")
+
 
 class VocabParallelEmbedding(nn.Embedding):
     """nn.Embedding of which each rank has a range of tokens.
@@ -166,10 +168,8 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
     """
     name = groups.group_name(group)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(
-            f'vocab_parallel_cross_entropy expects reduction "mean", "sum" or "none" but got {reduction!r}'
-        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"vocab_parallel_cross_entropy expects reduction in {REDUCTIONS} but got {reduction!r}")
     if tuple(logits.shape[:-1]) != tuple(target.shape):
         raise ValueError(
             f"vocab_parallel_cross_entropy expects a target for each row of logits {list(logits.shape)} but got shape "

@@ -182,17 +182,17 @@ class ParallelLayer(QuantizedLayer):
         if not self._is_parallel:
             super().reset_parameters()  # type: ignore[misc]
             return
-        spread = {name: param for name, param in self._parameters.items() if isinstance(param, DTensor)}
+        spread: dict[str, Any] = {n: p for n, p in self._parameters.items() if isinstance(p, DTensor)}
         self._is_parallel = False
         try:
             for name, param in spread.items():
-                whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
-                self._parameters[name] = nn.Parameter(whole)
+                made = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
+                self._parameters[name] = nn.Parameter(made)
             super().reset_parameters()  # type: ignore[misc]
             with torch.no_grad():
                 for name, param in spread.items():
-                    whole = self._parameters[name]  # type: ignore[assignment]
-                    if not whole.is_meta:
+                    whole = self._parameters[name]
+                    if whole is not None and not whole.is_meta:
                         param.to_local().copy_(part_of(whole, param.device_mesh, param.placements))
         finally:
             self._parameters.update(spread)
@@ -404,29 +404,24 @@ class _SequenceParallelNorm(nn.Module):
     weight: Any
     bias: Any
 
-    def _set_parallel(self, mesh: DeviceMesh) -> None:
+    def _set_parallel(self, mesh: DeviceMesh, sums: bool = True) -> None:
+        """`sums`: the rows are spread; else every rank sees them all, and has the whole gradient."""
         if mesh.size() == 1:
             return
         for name in list(self._parameters):
             distribute_parameter(self, name, mesh, Replicate())
-        self._group = str(mesh.get_group().group_name)
+        self._group = str(mesh.get_group().group_name) if sums else ""
 
     def _gain_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        if not self._group:
-            return super()._gain_and_bias()  # type: ignore[misc]
         weight, bias = self._summed(self.weight), self._summed(self.bias)
         assert weight is not None
         return weight.view(-1), None if bias is None else bias.view(-1)
 
     def _summed(self, param: Tensor | None) -> Tensor | None:
-        if param is None or not self._group:
-            return param
-        return copy_to_tensor_parallel(local_part(param), self._group)
+        param = local_part(param)
+        return param if param is None or not self._group else copy_to_tensor_parallel(param, self._group)
 
     def reset_parameters(self) -> None:
-        if not self._group:
-            super().reset_parameters()  # type: ignore[misc]
-            return
         with torch.no_grad():
             zero_centered = getattr(self, "zero_centered_gamma", False)
             for name, value in (("weight", 0.0 if zero_centered else 1.0), ("bias", 0.0)):
@@ -554,10 +549,10 @@ class TransformerLayer(te_dist.TransformerLayer):
 
     def _set_parallel(self, mesh: DeviceMesh, mode: str, options: ParallelOptions) -> None:
         make_parallel(self.self_attention, mesh, mode, options)
-        self.self_attention._get_tracker = self._get_tracker  # type: ignore[assignment]
+        self.self_attention._get_tracker = self._get_tracker
         make_parallel(self.layernorm_mlp, mesh, mode, options)
-        if self.layernorm is not None and options.sequence_parallel:
-            make_sequence_parallel(self.layernorm, mesh)
+        if self.layernorm is not None:
+            make_sequence_parallel(self.layernorm, mesh, sums=options.sequence_parallel)
         self._spreads_rows = options.sequence_parallel and mesh.size() > 1
 
     def _random_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -606,8 +601,8 @@ def make_parallel(module: Any, mesh: DeviceMesh, mode: str, options: ParallelOpt
     cls = type(module)
     if not can_be_parallel(module):
         raise TypeError(
-            f"parallelize expects a layer of te_dist where a plan says {mode!r} but got {cls.__name__}; te_dist.convert "
-            f"makes te_dist layers of nn.Linear"
+            f"parallelize expects a layer of te_dist where a plan says {mode!r} but got {cls.__name__}; "
+            f"te_dist.convert makes te_dist layers of nn.Linear"
         )
     module.__class__ = _PARALLEL.get(cls, cls)
     try:
@@ -617,10 +612,10 @@ def make_parallel(module: Any, mesh: DeviceMesh, mode: str, options: ParallelOpt
         raise
 
 
-def make_sequence_parallel(module: Any, mesh: DeviceMesh) -> None:
-    """Turn a norm into one of rows that are spread over the ranks, in place."""
+def make_sequence_parallel(module: Any, mesh: DeviceMesh, sums: bool = True) -> None:
+    """Turn a norm into one of rows that are spread over the ranks, in place; without `sums` every rank has them all."""
     module.__class__ = _NORMS.get(type(module), type(module))
-    module._set_parallel(mesh)
+    module._set_parallel(mesh, sums)
 
 
 def can_be_sequence_parallel(module: nn.Module) -> bool:

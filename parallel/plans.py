@@ -56,7 +56,8 @@ def parallelize(
             - "column": out_features are spread; the result is this rank's part of the features;
             - "row": in_features are spread; the result is summed over the ranks. Of an nn.Embedding: the tokens are;
             - "sequence": a norm that sees this rank's rows; its gradients are summed over the ranks;
-            - "replicate": nothing is spread, the parameters are DTensors all the same;
+            - "replicate": every rank has all of it; parameters of te_dist's layers and of norms are DTensors all the
+              same, as gradient clipping wants it;
             - "gather": with sequence_parallel, the module's input is gathered once, quantized, for all the "column"
               layers inside of it that take it (q, k and v; gate and up).
 
@@ -121,11 +122,12 @@ def apply_style(
         _apply_sequence(module, mesh, label)
     elif style == REPLICATE:
         for inner in module.modules():
-            if mesh.size() > 1 and isinstance(inner, QuantizedLayer):
-                inner._is_parallel = True
-            for param in list(inner._parameters):
-                if mesh.size() > 1:
+            if can_be_sequence_parallel(inner):
+                make_sequence_parallel(inner, mesh, sums=False)
+            elif isinstance(inner, QuantizedLayer) and mesh.size() > 1:
+                for param in list(inner._parameters):
                     distribute_parameter(inner, param, mesh, Replicate())
+                inner._is_parallel = True
     elif isinstance(module, nn.Embedding):
         if style != ROW:
             raise ValueError(f'parallelize expects "row" for the embedding {label}, whose tokens are spread')

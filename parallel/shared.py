@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_dist import kernels, transport
 from te_dist.groups import resolve_group
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.parameters import local_part
 from te_dist.parallel import wire
 from te_dist.parallel.collectives import _start_whole
 from te_dist.parallel.comm import TensorParallel
@@ -77,7 +78,7 @@ class SharedGather:
         if mesh.size() == 1:
             return
         label = name or type(block).__name__
-        takers = [m for m in block.modules() if getattr(m, "_takes_gathered", False)]
+        takers: list[Any] = [m for m in block.modules() if getattr(m, "_takes_gathered", False)]
         if not takers:
             raise ValueError(f'parallelize: {label} is to "gather" its input, but no column-parallel layer is inside')
         hook = SharedGather(takers[0], str(mesh.get_group().group_name), label)
@@ -86,7 +87,8 @@ class SharedGather:
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             raise ValueError(
-                f"{self.label}: a plan's \"gather\" is for eager code; compile te_dist's fused layers, which gather once"
+                f"{self.label}: a plan's \"gather\" is for eager code; te_dist's fused layers, which gather once as "
+                f"well, compile"
             )
         if args:
             return (self.gather(args[0]), *args[1:]), kwargs
@@ -103,6 +105,6 @@ class SharedGather:
                 f'{self.label}: a plan\'s "gather" has one scale for several layers, and DelayedScaling one for each; '
                 f"use Float8CurrentScaling"
             )
-        params = [p.to_local() if hasattr(p, "to_local") else p for p in layer._slots()]
+        params = [local_part(p) for p in layer._slots()]
         quantizer = layer._config(recipe, x, params, False).stages[0].x
         return _GatherOnce.apply(x, quantizer, self.group, self.label)

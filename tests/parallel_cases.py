@@ -46,8 +46,9 @@ def tp_mesh(world: int, device: str = "cpu") -> Any:
 
 
 def sizes(world: int) -> tuple[int, int, int]:
-    """M, K, N, so that each rank's share is made of whole blocks of every format."""
-    return 128 * world, 128 * world, 256 * world
+    """M, K, N, so that each rank's share is made of whole blocks of every format. No dimension is so long that the
+    CPU's matmul adds it up in another order for another width of the result."""
+    return 128 * world, 128 * world, 128 * world
 
 
 def shake(module: nn.Module) -> nn.Module:
@@ -120,7 +121,7 @@ def compare(
         made = actual[name]
         if made.shape != value.shape or made.dtype != value.dtype:
             wrong.append(f"{what} {name}: {made.dtype} {list(made.shape)} != {value.dtype} {list(value.shape)}")
-        elif name in exact:
+        elif name in exact and not value.is_cuda:  # a GPU's kernels add up in another order for another width
             if not torch.equal(made, value):
                 wrong.append(f"{what} {name}: {sqnr(made, value.double()):.1f} dB, not equal")
         elif value.numel() and (ratio := sqnr(made, value.double())) < floor:

@@ -141,7 +141,7 @@ class GroupedLinear(QuantizedLayer):
                 f"{self._label()} expects an unquantized input, because each group is quantized for itself, but got "
                 f"one quantized by {inp.quantized_storage.quantizer!r}; dequantize() it"
             )
-        self._check_input(inp, next(self.parameters()))  # a weight comes first
+        self._check_input(inp, local_part(next(self.parameters())))  # a weight comes first
         splits = self._splits(m_splits, inp)
         out = self._run(inp, is_first_microbatch, skip_weight_update, splits)
         if not self.return_bias:
@@ -149,7 +149,7 @@ class GroupedLinear(QuantizedLayer):
         if not self.use_bias:
             return out, None
         if self.single_grouped_bias:
-            return out, local_part(self.bias)
+            return out, local_part(self.get_parameter("bias"))
         return out, [local_part(bias) for bias in self._biases()]
 
     def _splits(self, m_splits: Sequence[int] | Tensor, inp: Tensor) -> list[int] | Tensor:

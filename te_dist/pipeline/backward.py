@@ -221,7 +221,7 @@ def _exchanged_gradients(
             dtype = args.param_dtypes[slot]
             assert dtype is not None
             # A row-parallel layer's bias met this rank's rows only: the others' sums are missing.
-            sums = kernels.column_sums(part, torch.float32 if gathers else dtype)
+            sums = _column_sums(part, torch.float32 if gathers else dtype)
             result.dparams[slot] = comm.sum_gradient(sums).to(dtype) if gathers else sums
     if gathers and (stage.needs_dgrad or stage.needs_wgrad):
         together = comm.start_gather([*quantized, *plain]).wait()
@@ -229,6 +229,13 @@ def _exchanged_gradients(
         plain = [t for t in together if isinstance(t, Tensor)]
     rows = sizes if spread is None else [g.padded_whole for g in spread]
     return quantized, plain, rows
+
+
+def _column_sums(part: Producer, dtype: torch.dtype) -> Tensor:
+    """Of a rank's part, which may be empty: no kernel for nothing."""
+    if not kernels.is_shapes_only() and part.numel() == 0:
+        return torch.zeros(part.shape[1], dtype=dtype, device=part.device)
+    return kernels.column_sums(part, dtype)
 
 
 def _kept_input(

@@ -208,8 +208,9 @@ def _multiply_and_exchange(
         else:
             results = [first_rows(result, size) for result, size in zip(results, sizes, strict=True)]
         y = comm.start_reduce(plan.y, results[0] if len(results) == 1 else torch.cat(results)).wait()
-    y = y.to(args.out_dtype)
-    return _add_biases(args, stage, y, sizes) if spec.has_bias and reduced else y
+    if spec.has_bias and reduced:
+        y = _add_biases(args, stage, y, sizes)
+    return y.to(args.out_dtype)
 
 
 def _gathered(
