@@ -88,7 +88,8 @@ def measure(x: Tensor, storage: QuantizedStorage) -> tuple[Tensor, Tensor] | Non
     saturated, scale_max, minus_scale_min = zero, zero, zero - torch.inf
     if not transformed:  # what a Hadamard transform mixes has no scale of its own
         largest = _largest_values(storage, code)[:rows].abs()
-        saturated = (magnitude > largest * (1.0 + half_step)).sum(dtype=torch.float64)
+        # A block whose own scale became 0 has lost its values to underflow.
+        saturated = ((magnitude > largest * (1.0 + half_step)) & (largest > 0)).sum(dtype=torch.float64)
         scale = largest / largest_code_value
         scale_max = torch.where(present, scale, 0.0).max().double()
         minus_scale_min = -torch.where(present, scale, torch.inf).min().double()
