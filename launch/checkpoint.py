@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from te_dist.launch.runtime import World
+from te_dist.modules.base import DELAYED_BUFFERS
 
 MARKER = "checkpoint.json"
 PREFIX, PARTIAL = "step-", ".partial-"
@@ -196,6 +197,15 @@ def _whole(path: Path, world: World) -> Found:
 
 
 # ------------------------------------------------------------------------------------------------- load
+def _leave_out_other_histories(model_state: dict[str, Any], found: Found) -> None:
+    """Delayed scaling starts over where the checkpoint is of another recipe, or of another length of history."""
+    saved = dcp.FileSystemReader(str(found.path)).read_metadata().state_dict_metadata
+    for name in [name for name in model_state if name.rpartition(".")[2] in DELAYED_BUFFERS]:
+        size = getattr(saved.get(f"model.{name}"), "size", None)
+        if size != model_state[name].shape:
+            del model_state[name]
+
+
 def load(found: Found, world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Into a model and optimizer that may be laid out over other ranks than those that saved."""
     optimizers: Any = optimizer if optimizer is not None else []
@@ -206,6 +216,7 @@ def load(found: Found, world: World, model: nn.Module, optimizer: torch.optim.Op
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            _leave_out_other_histories(model_state, found)
             dcp.load(state, checkpoint_id=str(found.path), no_dist=not world.is_distributed)
     except Exception as error:
         reason = str(error).strip().splitlines()

@@ -100,8 +100,24 @@ def start(device_name: str, timeout: int) -> World:
         nccl = device.type == "cuda" and local_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group(backend, timeout=limit, device_id=device if nccl else None)
+        dist.init_process_group(
+            backend,
+            store=_store(limit),
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+            device_id=device if nccl else None,
+        )
     return World(rank, size, local_rank, device)
+
+
+def _store(limit: datetime.timedelta) -> dist.Store:
+    """Where the ranks meet. On one node torchrun keeps the store over a restart, and with it the addresses of the
+    processes that died: every attempt gets a corner of its own. (Nodes may count their attempts differently.)"""
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store
+    return dist.PrefixStore(f"te_dist/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def stop() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import Linear, linear_spec
-from te_dist.recipe import Recipe
+from te_dist.recipe import DelayedScaling, Recipe
 
 RecipeChoice = Recipe | Mapping[str, Recipe | None]
 # Weights below this make the quantize kernels cost more than the faster product saves (benchmarks/modules.py).
@@ -187,6 +187,8 @@ def _end_blocks(model: nn.Module, at_start: int, at_end: int) -> list[str]:
 def _set(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> None:
     if isinstance(module, QuantizedLayer):
         module.recipe = recipe
+        if isinstance(recipe, DelayedScaling):  # now, not at the first call: a checkpoint may be loaded before that
+            module._ensure_delayed(recipe)
         return
     assert isinstance(module, nn.Linear)
     made = _around(module, recipe, name)
