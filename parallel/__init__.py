@@ -2,3 +2,25 @@
 
 The one-process core below this package knows process groups only as arguments of a call; what spans ranks lives here.
 """
+
+from te_dist.parallel import ops as ops
+from te_dist.parallel.collectives import (
+    all_reduce_amax,
+    allreduce,
+    gather_along_first_dim,
+    reduce_scatter_along_first_dim,
+)
+from te_dist.parallel.report import Collective, CommReport, comm_report
+from te_dist.transport import RankFailed, RanksDisagree
+
+__all__ = [
+    "Collective",
+    "CommReport",
+    "RankFailed",
+    "RanksDisagree",
+    "all_reduce_amax",
+    "allreduce",
+    "comm_report",
+    "gather_along_first_dim",
+    "reduce_scatter_along_first_dim",
+]

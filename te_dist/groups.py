@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from te_dist import torch_compat
+from te_dist import torch_compat, transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,9 +94,9 @@ def all_reduce_amax(amaxes: Sequence[Tensor], group: GroupLike) -> None:
     """
     process_group = resolve_group(group)
     if len(amaxes) == 1:
-        torch.distributed.all_reduce(amaxes[0].view(torch.int32), torch.distributed.ReduceOp.MAX, process_group)
+        transport.all_reduce(amaxes[0].view(torch.int32), process_group, maximum=True, payload="amax").wait()
         return
     together = torch.cat([amax.view(torch.int32) for amax in amaxes])
-    torch.distributed.all_reduce(together, torch.distributed.ReduceOp.MAX, process_group)
+    transport.all_reduce(together, process_group, maximum=True, payload="amax").wait()
     for amax, reduced in zip(amaxes, together.split([amax.numel() for amax in amaxes]), strict=True):
         amax.view(torch.int32).copy_(reduced)

@@ -125,3 +125,44 @@ def release_saved_tensors(ctx: Any) -> None:
     release = getattr(ctx, "maybe_clear_saved_tensors", None)
     if release is not None:
         release()
+
+
+# ------------------------------------------------------------------------------------------------- collectives
+# Called on the group itself: torch.distributed's own functions were renamed in 2.13 and warn under their old names.
+def backend_of(group: Any, device: torch.device) -> str:
+    """ "gloo", "nccl", ...: what runs the group's collectives on tensors of that device."""
+    try:
+        return str(group._get_backend(torch.device(device.type)).name()).lower()
+    except (AttributeError, RuntimeError):
+        return str(torch.distributed.get_backend(group)).lower()
+
+
+def start_all_gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """One call that gathers each input along the first dimension into its output."""
+    if len(inputs) == 1:
+        return group._allgather_base(outputs[0], inputs[0])
+    return group.allgather_into_tensor_coalesced(outputs, inputs)
+
+
+def start_all_reduce(group: Any, tensor: torch.Tensor, op: Any) -> Any:
+    from torch.distributed import AllreduceOptions
+
+    options = AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([tensor], options)
+
+
+def start_reduce_scatter(group: Any, output: torch.Tensor, whole: torch.Tensor) -> Any:
+    from torch.distributed import ReduceScatterOptions
+
+    return group._reduce_scatter_base(output, whole, ReduceScatterOptions())
+
+
+def default_store() -> Any:
+    """The store through which the default group was made, or None."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError):
+        return None

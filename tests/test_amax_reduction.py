@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cases import VALUE_QUANTIZERS, assert_same_bytes, rng_for, varied
 
 import te_dist
+from te_dist import transport
 from te_dist.formats import ceil_div
 
 GLOBAL_SCALES = ["current_e4m3", "current_e5m2", "current_pow2_eps", "nvfp4", "nvfp4_2d", "nvfp4_rht"]
@@ -157,8 +158,8 @@ def test_a_rank_outside_of_the_group_is_told(rank_pools: Callable[[int], Any]) -
 def collectives_of(rank: int, world: int, name: str) -> int:
     quantizer = VALUE_QUANTIZERS[name]()
     calls = []
-    real = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    real = transport.all_reduce
+    transport.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
     try:
         quantizer.quantize(
             varied((64, 64), torch.bfloat16),
@@ -166,7 +167,7 @@ def collectives_of(rank: int, world: int, name: str) -> int:
             rng_state=rng_for(quantizer),
         )
     finally:
-        dist.all_reduce = real
+        transport.all_reduce = real
     return len(calls)
 
 
@@ -200,8 +201,8 @@ def dropped_result(rank: int, world: int) -> int:
     quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3")
     group = dist.group.WORLD.group_name
     calls = []
-    real = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    real = transport.all_reduce
+    transport.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
 
     def function(x: torch.Tensor) -> torch.Tensor:
         storage = quantizer.quantize(x, amax_reduction_group=group)
@@ -211,7 +212,7 @@ def dropped_result(rank: int, world: int) -> int:
         torch._dynamo.reset()
         torch.compile(function, fullgraph=True, backend="inductor")(torch.ones(4, 4))
     finally:
-        dist.all_reduce = real
+        transport.all_reduce = real
     return len(calls)
 
 
@@ -255,8 +256,8 @@ def workspace_in_a_graph(rank: int, world: int) -> tuple[int, bool]:
     group = dist.group.WORLD.group_name
     x = varied((16, 32), torch.bfloat16) * (1 + rank)
     calls = []
-    real = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    real = transport.all_reduce
+    transport.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
 
     def function(x: torch.Tensor) -> torch.Tensor:
         proto = te_dist.TensorProto(tuple(x.shape), x.dtype, quantizer)
@@ -267,7 +268,7 @@ def workspace_in_a_graph(rank: int, world: int) -> tuple[int, bool]:
         torch._dynamo.reset()
         result = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
     finally:
-        dist.all_reduce = real
+        transport.all_reduce = real
     expected = quantizer.quantize(x, amax_reduction_group=group).dequantize()
     return len(calls), rank == 0 or torch.equal(result, expected)
 

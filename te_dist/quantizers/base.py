@@ -289,6 +289,9 @@ class Quantizer(OpaqueBase):
     # What a stack of M rows is padded to before it is quantized: a class whose column plane needs more overrides it.
     row_multiple = 1
 
+    # Over how many rows a block of the planes extends: shards of whole blocks are quantized like slices of the whole.
+    block_rows = 1
+
     def new_matrix(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> QuantizedStorage:
         """``make_empty`` for hot paths: what a shape's buffers look like is remembered."""
         layout = self._layout(shape, dtype)

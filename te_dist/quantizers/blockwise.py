@@ -64,6 +64,10 @@ class Float8BlockQuantizer(Quantizer):
         self.block_scaling_dim = block_scaling_dim
         self._check_usage()
 
+    @property
+    def block_rows(self) -> int:  # type: ignore[override]
+        return BLOCK_SIZE if self.columnwise or self.block_scaling_dim == 2 else 1
+
     def describe(self) -> str:
         blocks = "128x128" if self.block_scaling_dim == 2 else "1x128"
         return f"{short_name(self.fp8_dtype)} {blocks} blocks"

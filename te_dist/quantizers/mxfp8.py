@@ -45,6 +45,10 @@ class MXFP8Quantizer(Quantizer):
         self.with_2d_quantization = bool(with_2d_quantization)
         self._check_usage()
 
+    @property
+    def block_rows(self) -> int:  # type: ignore[override]
+        return MXFP8_BLOCK_SIZE if self.columnwise or self.with_2d_quantization else 1
+
     def describe(self) -> str:
         blocks = "32x32" if self.with_2d_quantization else "1x32"
         return f"MX {short_name(self.fp8_dtype)} {blocks} blocks"

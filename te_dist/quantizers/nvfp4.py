@@ -95,6 +95,10 @@ class NVFP4Quantizer(Quantizer):
         """Rows of zeros up to whole blocks change no amax and add nothing to a product."""
         return NVFP4_BLOCK_SIZE if self.columnwise else 1
 
+    @property
+    def block_rows(self) -> int:  # type: ignore[override]
+        return NVFP4_BLOCK_SIZE if self.columnwise or self.with_2d_quantization else 1
+
     def _check_shape(self, shape: Sequence[int]) -> None:
         check_has_dimensions(shape, type(self).__name__)
         rows, cols = matrix_size(shape)

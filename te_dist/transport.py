@@ -1,0 +1,329 @@
+"""The one door to collectives: every one that te_dist starts passes here.
+
+Three things happen on the way, none of which costs more than a look at an attribute where it is off:
+
+- ``recorder``: te_dist.parallel.comm_report counts what goes over the wire;
+- agreement: before ranks exchange data they compare what they are about to exchange. gloo ends the process when two
+  ranks bring different sizes, NCCL hangs; here every rank raises RanksDisagree, which shows what each of them brought.
+  Where the host waits for each collective anyway (gloo) this happens every time, elsewhere when a shape is new;
+- failure: a rank that raises inside a layer leaves a note in the store, and the ranks that wait for it end with that
+  note, not with a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from te_dist import torch_compat
+
+T = TypeVar("T")
+Record = tuple[str, str, str, int, str, str, str]  # kind, group, dtype, bytes, layer, phase, payload
+
+AGREEMENT = ("always", "once", "off")
+_TEXT_BYTES = 512  # of a rank's description, exchanged only where ranks disagree
+_LOOK_SECONDS = 0.2  # between two looks at the notes while a collective is waited for
+_GRACE_SECONDS = 2.0  # for the other ranks to say why, once a collective has failed
+
+
+class RanksDisagree(RuntimeError):
+    """The ranks of a group were about to start different collectives."""
+
+
+class RankFailed(RuntimeError):
+    """A collective cannot end because another rank has failed or is gone."""
+
+
+class _State:
+    """What is going on in this process."""
+
+    def __init__(self) -> None:
+        self.recorder: Callable[[Record], None] | None = None
+        self.layer = ""
+        self.phase = ""
+        # None: "always" where the host waits anyway, else "once".
+        self.agreement: str | None = os.environ.get("TE_DIST_CHECK_RANKS") or None
+        if self.agreement is not None and self.agreement not in AGREEMENT:
+            raise ValueError(f"TE_DIST_CHECK_RANKS expects one of {AGREEMENT} but got {self.agreement!r}")
+        self.agreed: set[Any] = set()
+        self.started: dict[str, int] = {}  # collectives so far, by group
+        self.noted: set[tuple[str, int]] = set()  # where this rank has failed: group and number of collectives
+        self.has_hook = False
+
+
+state = _State()
+
+
+# ------------------------------------------------------------------------------------------------- layers
+@contextlib.contextmanager
+def layer_scope(layer: str, phase: str, group: str) -> Iterator[None]:
+    """What is started inside belongs to this layer; an error inside is told to the other ranks."""
+    before = state.layer, state.phase
+    state.layer, state.phase = layer, phase
+    try:
+        yield
+    except BaseException as error:
+        announce_failure(group, error)
+        raise
+    finally:
+        state.layer, state.phase = before
+
+
+# ------------------------------------------------------------------------------------------------- waiting
+class Pending(Generic[T]):
+    """A collective under way. ``wait()`` returns its result; every Pending must be waited for."""
+
+    __slots__ = ("_finish", "_group", "_kept", "_polls", "_what", "_work")
+
+    def __init__(self, work: Any, finish: Callable[[], T], group: Any, polls: bool, what: str, kept: Any) -> None:
+        self._work, self._finish, self._group = work, finish, group
+        self._polls, self._what, self._kept = polls, what, kept
+
+    def wait(self) -> T:
+        if self._work is not None:
+            _wait(self._work, self._group, self._polls, self._what)
+            self._work = None
+        return self._finish()
+
+
+class Done(Pending[T]):
+    """A result that was there at once."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: T) -> None:
+        self._work, self._result = None, result
+
+    def wait(self) -> T:
+        return self._result
+
+
+def _wait(work: Any, group: Any, polls: bool, what: str) -> None:
+    """Until the collective is done. Where that blocks the host, it looks for other ranks' notes meanwhile."""
+    try:
+        if polls:
+            _poll(work, group, what)
+        work.wait()
+    except (RankFailed, RanksDisagree):
+        raise
+    except RuntimeError as error:
+        raise RankFailed(_why(group, what, str(error))) from error
+
+
+def _poll(work: Any, group: Any, what: str) -> None:
+    for _ in range(200):  # small messages are there in no time
+        if work.is_completed():
+            return
+    pause, start = 2e-5, time.monotonic()
+    look_at = start + _LOOK_SECONDS
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(pause * 1.2, 2e-3)
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + _LOOK_SECONDS
+            notes = _notes(group)
+            if notes and not work.is_completed():
+                raise RankFailed(_sentence(group, what, "; ".join(notes)))
+
+
+# ------------------------------------------------------------------------------------------------- failure
+def _key(group: str, rank: int) -> str:
+    return f"te_dist/failed/{group}/{rank}"
+
+
+def announce_failure(group_name: str, error: BaseException) -> None:
+    """Tell the ranks of a group that this one will not come. Never raises."""
+    if isinstance(error, RankFailed | RanksDisagree) or not group_name:
+        return  # they know
+    with contextlib.suppress(Exception):
+        group, store = torch_compat.group_by_name(group_name), torch_compat.default_store()
+        number = state.started.get(group_name, 0)
+        if store is None or (group_name, number) in state.noted:
+            return
+        where = f" in {state.layer} ({state.phase})" if state.layer else ""
+        text = f"{number}|{type(error).__name__}{where}: {error}"
+        store.set(_key(group_name, torch.distributed.get_rank(group)), text[:2000])
+        state.noted.add((group_name, number))
+
+
+def _notes(group: Any) -> list[str]:
+    """What other ranks have said about their end, unless this one has failed at the same place and went on."""
+    found = []
+    with contextlib.suppress(Exception):
+        store = torch_compat.default_store()
+        name = group.group_name
+        for rank in range(group.size()):
+            if rank == group.rank() or store is None or not store.check([_key(name, rank)]):
+                continue
+            number, _, text = store.get(_key(name, rank)).decode(errors="replace").partition("|")
+            if (name, int(number)) not in state.noted:
+                found.append(f"rank {rank} raised {text}")
+    return found
+
+
+def _why(group: Any, what: str, error: str) -> str:
+    """What became of the others, once a collective has failed: their notes, and who gives no sign of life."""
+    cause, silent = "", []
+    with contextlib.suppress(Exception):
+        store, name, me = torch_compat.default_store(), group.group_name, group.rank()
+        alive = f"te_dist/alive/{name}/{state.started.get(name, 0)}"
+        store.set(f"{alive}/{me}", "1")
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until:
+            notes = _notes(group)
+            silent = [r for r in range(group.size()) if r != me and not store.check([f"{alive}/{r}"])]
+            if notes or not silent:
+                cause = "; ".join(notes)
+                break
+            time.sleep(0.05)
+    if not cause and silent:
+        cause = f"rank(s) {silent} gave no sign of life: their process has ended or is stuck outside of te_dist"
+    return _sentence(group, what, "; ".join(filter(None, (cause, f"the backend says: {error}"))))
+
+
+def _sentence(group: Any, what: str, cause: str) -> str:
+    return f"te_dist: {what} over group {group.group_name!r} cannot end on rank {group.rank()}: {cause}"
+
+
+def _tell_before_dying(group_name: str) -> None:
+    """An error that ends the process is told to the others, who see no more than a closed connection otherwise."""
+    if state.has_hook:
+        return
+    state.has_hook = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        for name in list(state.started):
+            announce_failure(name, error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+# ------------------------------------------------------------------------------------------------- agreement
+@functools.lru_cache(maxsize=8192)
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks_host(group: Any, device_type: str) -> bool:
+    """Whether the host waits for a collective of this group, as with gloo."""
+    return torch_compat.backend_of(group, torch.device(device_type)) == "gloo"
+
+
+def agree(group: Any, device: torch.device, text: str) -> None:
+    """Raise RanksDisagree on every rank of the group unless all of them bring the same text."""
+    mode = state.agreement
+    if mode is None:
+        mode = "always" if _blocks_host(group, device.type) else "once"
+    if mode == "off":
+        return
+    key = (group.group_name, text)
+    if mode == "once" and key in state.agreed:
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    polls = _blocks_host(group, device.type)
+    mine = torch.tensor([_fingerprint(text)], dtype=torch.int64, device=device)
+    everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
+    _record("check", group, mine, "agreement")
+    _wait(torch_compat.start_all_gather(group, [everyone], [mine]), group, polls, f"the agreement on {text}")
+    if len(set(everyone.tolist())) == 1:
+        state.agreed.add(key)
+        return
+    padded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    said = torch.tensor(list(padded), dtype=torch.uint8, device=device)
+    texts = torch.empty(group.size() * _TEXT_BYTES, dtype=torch.uint8, device=device)
+    _wait(torch_compat.start_all_gather(group, [texts], [said]), group, polls, "the exchange of what ranks disagree on")
+    shown = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts.view(-1, _TEXT_BYTES)]
+    lines = "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(shown))
+    raise RanksDisagree(
+        f"te_dist: the ranks of group {group.group_name!r} are about to do different things; they expect equal layers, "
+        f"shapes and recipes but got{lines}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- collectives
+def _record(kind: str, group: Any, tensor: Tensor | Sequence[Tensor], payload: str) -> None:
+    recorder = state.recorder
+    if recorder is not None:
+        tensors = [tensor] if isinstance(tensor, Tensor) else tensor
+        dtype = "+".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        recorder((kind, str(group.group_name), dtype, size, state.layer, state.phase, payload))
+
+
+def _begin(kind: str, group: Any, tensors: Sequence[Tensor], payload: str) -> tuple[bool, str]:
+    name = group.group_name
+    _tell_before_dying(name)
+    shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
+    where = f" in {state.layer} ({state.phase})" if state.layer else ""
+    what = f"{kind} of {shapes}{f' [{payload}]' if payload else ''}{where}"
+    agree(group, tensors[0].device, what)
+    state.started[name] = state.started.get(name, 0) + 1
+    _record(kind, group, tensors, payload)
+    return _blocks_host(group, tensors[0].device.type), what
+
+
+def all_gather(inputs: Sequence[Tensor], group: Any, payload: str = "") -> Pending[list[Tensor]]:
+    """Every input gathered along its first dimension, all of them in one call. Shapes are the same on all ranks."""
+    inputs = [t.contiguous() for t in inputs]
+    polls, what = _begin("all_gather", group, inputs, payload)
+    ranks = group.size()
+    if all(t.numel() == 0 for t in inputs):
+        return Done([t.new_empty((ranks * t.shape[0], *t.shape[1:])) for t in inputs])
+    if len(inputs) == 1 or not polls:
+        outputs = [t.new_empty((ranks * t.shape[0], *t.shape[1:])) for t in inputs]
+        work = torch_compat.start_all_gather(group, outputs, list(inputs))
+        return Pending(work, lambda: outputs, group, polls, what, inputs)
+    # gloo has no coalesced call for every device; it would copy into one buffer as well.
+    packed = torch.cat([t.view(-1).view(torch.uint8) for t in inputs])
+    together = packed.new_empty(ranks * packed.numel())
+    work = torch_compat.start_all_gather(group, [together], [packed])
+    sizes = [t.numel() * t.element_size() for t in inputs]
+
+    def unpack() -> list[Tensor]:
+        parts = together.view(ranks, -1).split(sizes, 1)
+        made = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+        return [m.view(t.dtype).view(ranks * t.shape[0], *t.shape[1:]) for m, t in zip(made, inputs, strict=True)]
+
+    return Pending(work, unpack, group, polls, what, packed)
+
+
+def all_reduce(tensor: Tensor, group: Any, *, maximum: bool = False, payload: str = "") -> Pending[Tensor]:
+    """Sum (or maximum) over the ranks, in place."""
+    from torch.distributed import ReduceOp
+
+    polls, what = _begin("all_reduce", group, [tensor], payload)
+    if tensor.numel() == 0:
+        return Done(tensor)
+    work = torch_compat.start_all_reduce(group, tensor, ReduceOp.MAX if maximum else ReduceOp.SUM)
+    return Pending(work, lambda: tensor, group, polls, what, tensor)
+
+
+def reduce_scatter(whole: Tensor, group: Any, payload: str = "") -> Pending[Tensor]:
+    """Sum over the ranks; this rank's slice of the first dimension, which the number of ranks divides."""
+    from torch.distributed import ReduceOp
+
+    whole = whole.contiguous()
+    polls, what = _begin("reduce_scatter", group, [whole], payload)
+    out = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
+    if whole.numel() == 0:
+        return Done(out)
+    if polls:
+        # What gloo does itself; but that work of its own cannot be asked whether it is done.
+        total = whole.clone()
+        work = torch_compat.start_all_reduce(group, total, ReduceOp.SUM)
+        return Pending(work, lambda: out.copy_(total.chunk(group.size())[group.rank()]), group, polls, what, total)
+    work = torch_compat.start_reduce_scatter(group, out, whole)
+    return Pending(work, lambda: out, group, polls, what, whole)
