@@ -28,6 +28,7 @@ from te_dist.pipeline.function import config_of, draw_seeds, flatten_weights, re
 from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved, saves_norm_output
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.recipe import Recipe
+from te_dist.tensors.gathered import stand_in
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import in_backward
 
@@ -311,6 +312,8 @@ class CompiledLayer(torch.autograd.Function):
         *tensors: Optional[Tensor],
     ) -> Any:
         weights, params = tensors[:weight_count], tensors[weight_count:]
+        if flags.gathered:
+            params = tuple([stand_in(p) for p in params])
         op = torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
         made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
         seeds = None

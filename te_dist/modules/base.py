@@ -16,6 +16,7 @@ from torch import Tensor
 from te_dist import delayed_scaling, kernels
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
+from te_dist.modules.gathered import check_gathered, note_recomputation, record_gathered_amaxes
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
@@ -25,9 +26,10 @@ from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
+from te_dist.tensors.gathered import GatheredWeight, stand_in
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.torch_compat import hidden_from_modes, in_backward
+from te_dist.torch_compat import hidden_from_modes, in_backward, traces_checkpoint
 
 NO_RECIPE = NoRecipe()
 # Delayed scaling's buffers: in the state_dict of a layer that uses it, never required of one that is loaded.
@@ -52,10 +54,11 @@ def _call_constants(
     keep_planes: bool,
     main_grad_dtype: torch.dtype | None,
     device_splits: bool,
+    gathered: bool,
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered)
     config = resolve(spec, recipe, flags)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
@@ -63,7 +66,14 @@ def _call_constants(
         for stage in config.stages
         if stage.weight is not None
     )
-    return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
+    gathered_buffers = [
+        (stage.weight_slot + group, name)
+        for stage in config.stages
+        for group in range(stage.spec.weights)
+        for name in (stage.weight._describe_buffers((32, 32)) if gathered and stage.weight is not None else ())
+    ]
+    counts = (weight_count, gathered_buffers)
+    return flags, recipe or NO_RECIPE, kept, saves, counts, config.delayed, config.draws_seed
 
 
 def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
@@ -92,6 +102,7 @@ class QuantizedLayer(torch.nn.Module):
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
     _fp8_largest: Tensor | None
+    recomputed_in_graph = False  # some compiled graph computes this layer's forward again in backward
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -171,16 +182,18 @@ class QuantizedLayer(torch.nn.Module):
         recomputed: Recomputed | None,
     ) -> Any:
         frozen = scope.depth > 0
-        caching = frozen or is_first_microbatch is not None or skip_weight_update is not None
+        gathered = any(isinstance(p, GatheredWeight) for p in params)
+        # A gathered weight is its own workspace.
+        caching = not gathered and (frozen or is_first_microbatch is not None or skip_weight_update is not None)
         update = not self._workspace_fresh if frozen else is_first_microbatch is not False
         if torch.compiler.is_compiling():
-            result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits)
+            result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits, gathered)
         else:
             # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
             update = update and not (caching and in_backward())
             first = is_first_microbatch is True
             result = self._run_eager(
-                recipe, inp, params, caching, update, first, skip_weight_update, splits, recomputed
+                recipe, inp, params, caching, update, first, skip_weight_update, splits, recomputed, gathered
             )
         if frozen:
             self._workspace_fresh = True
@@ -216,9 +229,14 @@ class QuantizedLayer(torch.nn.Module):
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
         recomputed: Recomputed | None,
+        gathered: bool,
     ) -> Any:
-        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor))
+        if gathered:
+            check_gathered(self._label(), recipe, params)
+        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor), gathered)
         flags = config.flags
+        if gathered:
+            note_recomputation(config, params)
         call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1])
         call.splits, call.offsets = by_host_or_device(splits)
         if isinstance(inp, QuantizedTensor):
@@ -229,6 +247,8 @@ class QuantizedLayer(torch.nn.Module):
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             if config.delayed:
                 self._delayed_call(call, recipe, update, recomputed)
+                if gathered:
+                    record_gathered_amaxes(config, params, call.amaxes)
             call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
@@ -252,16 +272,18 @@ class QuantizedLayer(torch.nn.Module):
         params: Sequence[Tensor | None],
         caching: bool,
         device_splits: bool = False,
+        gathered: bool = False,
     ) -> LayerConfig:
         if recipe is not self._configs_recipe:
             self._check_recipe(recipe, params)
             self._configs, self._configs_recipe = {}, recipe
         on = torch.is_grad_enabled()
         grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
-        key = (grads, caching, device_splits)
+        key = (grads, caching, device_splits, gathered)
         config = self._configs.get(key)
         if config is None:
-            config = resolve(self.spec, recipe, CallFlags(grads[0], grads[1:], caching, device_splits=device_splits))
+            flags = CallFlags(grads[0], grads[1:], caching, device_splits=device_splits, gathered=gathered)
+            config = resolve(self.spec, recipe, flags)
             self._configs[key] = config
             self._config_made(config, inp)
         return config
@@ -416,13 +438,14 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
+        gathered: bool = False,
     ) -> Any:
         on = torch.is_grad_enabled()
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
-        flags, known, kept, saves, weight_count, delayed, draws_seeds = _call_constants(
-            self.spec, recipe, caching, None, isinstance(splits, Tensor), *grads
+        flags, known, kept, saves, (weight_count, buffers), delayed, draws_seeds = _call_constants(
+            self.spec, recipe, caching, None, isinstance(splits, Tensor), gathered, *grads
         )
         sizes, offsets = by_host_or_device(splits)
         scales = history = None
@@ -436,9 +459,12 @@ class QuantizedLayer(torch.nn.Module):
                 torch.ops.te_dist.advance_scales(
                     history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
                 )
-        detached = [None if p is None else p.detach() for p in params]
+        detached = [None if p is None else stand_in(p) if gathered else p.detach() for p in params]
         weights: list[Tensor] = []
-        if weight_count:
+        if gathered:
+            self._note_traced_recomputation()
+            weights = [getattr(params[slot], name) for slot, name in buffers]
+        elif weight_count:
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
                 weights = list(self._workspaces)
                 if update or skip is not None:
@@ -464,6 +490,12 @@ class QuantizedLayer(torch.nn.Module):
             inp, self.spec, known, flags, inp.dtype, sizes or [], weight_count, kept, saves, delayed,
             draws_seeds, offsets, scales, history, *weights, *params,
         )  # fmt: skip
+
+    @torch.compiler.assume_constant_result
+    def _note_traced_recomputation(self) -> None:
+        """As note_recomputation in eager code; a graph says it once, while it is traced."""
+        if traces_checkpoint():
+            self.recomputed_in_graph = True
 
     # ---------------------------------------------------------------------------------------- delayed scaling
     @torch.compiler.assume_constant_result

@@ -16,6 +16,7 @@ from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import first_rows, high_precision, quantize_operand, split_rows
+from te_dist.pipeline.weights import column_of_weight
 from te_dist.producers import ActivationGradient, Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -136,6 +137,8 @@ def _plain_gradient(stage: StageConfig, source: Producer, quantized: QuantizedSt
 def _dgrad(args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, weight: TensorOrQuantized, rows: int) -> Tensor:
     if stage.dequantized_backward:
         weight = high_precision(weight, args.x_dtype)
+    elif args.config.flags.gathered:
+        weight = column_of_weight(stage, weight)
     elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
         weight = weight.to(dy.dtype)
     da = gemm(dy, weight, kind="dgrad", out_dtype=args.x_dtype, use_split_accumulator=stage.split_accumulator[1])

@@ -1,0 +1,59 @@
+"""What a layer does with weights that were gathered quantized (tensors/gathered.py), beside multiplying them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.pipeline.config import LayerConfig
+from te_dist.recipe import Recipe
+from te_dist.tensors.gathered import GatheredWeight, has_memory
+from te_dist.torch_compat import saves_through_hooks
+
+
+def check_gathered(label: str, recipe: Recipe | None, params: Sequence[Tensor | None]) -> None:
+    """Raise unless the gathered weights are there, and were quantized under the recipe of this call."""
+    for param in params:
+        if not isinstance(param, GatheredWeight):
+            continue
+        gathering = param.gathering
+        if gathering.recipe is not recipe and gathering.recipe != recipe:
+            raise RuntimeError(
+                f"{label}: {gathering.name} was gathered for {gathering.recipe!r} but the layer is called under "
+                f"{recipe!r}; enter te_dist.autocast before the FSDP module's forward or unshard()"
+            )
+        if not has_memory(param.quantized_storage):
+            raise RuntimeError(
+                f"{label}: forward reads {gathering.name}, which is not unsharded. If activation checkpointing "
+                f"computes this layer again, its first forward must run under it too"
+            )
+
+
+def note_recomputation(config: LayerConfig, params: Sequence[Tensor | None]) -> None:
+    """Tell the gatherer if backward will compute this forward again, and so read the row plane there too."""
+    if all(stage.derives_column for stage in config.stages) or not expects_recomputation():
+        return
+    for param in params:
+        if isinstance(param, GatheredWeight):
+            param.gathering.recomputed = True
+
+
+def expects_recomputation() -> bool:
+    """Whether this forward looks like one that activation checkpointing runs: it keeps what autograd saves through
+    hooks, or (its reentrant kind) it has no gradients. It may be something else: then backward gathers too much."""
+    return not torch.is_grad_enabled() or saves_through_hooks()
+
+
+def record_gathered_amaxes(config: LayerConfig, params: Sequence[Tensor | None], amaxes: Tensor | None) -> None:
+    """Delayed scaling: what quantizing a weight here would have recorded."""
+    assert amaxes is not None
+    for stage in config.stages:
+        for group in range(stage.spec.weights):
+            param = params[stage.weight_slot + group]
+            if isinstance(param, GatheredWeight) and param.gathering.amax is not None:
+                index = stage.scale_index("weight", group)
+                # Through a kernel: a one-element tensor is its own amax.
+                kernels.amax(param.gathering.amax.view(1, 1), amaxes[index : index + 1], accumulate=True)
