@@ -172,7 +172,8 @@ def check_no_requantization(rank: int, world: int, device: str) -> None:
         # No shard is the whole weight, not even when it is extended to whole blocks.
         model = build(recipe, device, mesh, width=256, hidden=(512, 384))
         seen: list[tuple[int, ...]] = []
-        names = [f"quantize_{kind}" for kind in ("current", "block", "mxfp8", "nvfp4")] + ["cast_current", "cast_scaled"]
+        names = [f"quantize_{kind}" for kind in ("current", "block", "mxfp8", "nvfp4")]
+        names += ["cast_current", "cast_scaled"]
         real = {name: getattr(kernels, name) for name in names}
 
         def watch(

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_dist import delayed_scaling, kernels
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
-from te_dist.modules.gathered import check_gathered, note_recomputation, record_gathered_amaxes
+from te_dist.modules.gathered import check_gathered, gathered_slots, note_recomputation, record_gathered_amaxes
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
@@ -66,14 +66,8 @@ def _call_constants(
         for stage in config.stages
         if stage.weight is not None
     )
-    gathered_buffers = [
-        (stage.weight_slot + group, name)
-        for stage in config.stages
-        for group in range(stage.spec.weights)
-        for name in (stage.weight._describe_buffers((32, 32)) if gathered and stage.weight is not None else ())
-    ]
-    counts = (weight_count, gathered_buffers)
-    return flags, recipe or NO_RECIPE, kept, saves, counts, config.delayed, config.draws_seed
+    found = gathered_slots(config) if gathered else ((), ())
+    return flags, recipe or NO_RECIPE, kept, saves, (weight_count, *found), config.delayed, config.draws_seed
 
 
 def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
@@ -444,7 +438,7 @@ class QuantizedLayer(torch.nn.Module):
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
-        flags, known, kept, saves, (weight_count, buffers), delayed, draws_seeds = _call_constants(
+        flags, known, kept, saves, (weight_count, buffers, amax_slots), delayed, draws_seeds = _call_constants(
             self.spec, recipe, caching, None, isinstance(splits, Tensor), gathered, *grads
         )
         sizes, offsets = by_host_or_device(splits)
@@ -464,6 +458,10 @@ class QuantizedLayer(torch.nn.Module):
         if gathered:
             self._note_traced_recomputation()
             weights = [getattr(params[slot], name) for slot, name in buffers]
+            if delayed and scales is not None:
+                amaxes = torch.zeros_like(scales)
+                for slot, index in amax_slots:
+                    amaxes[index : index + 1] = params[slot].weight_amax  # type: ignore[union-attr]
         elif weight_count:
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
                 weights = list(self._workspaces)

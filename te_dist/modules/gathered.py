@@ -50,10 +50,21 @@ def expects_recomputation() -> bool:
 def record_gathered_amaxes(config: LayerConfig, params: Sequence[Tensor | None], amaxes: Tensor | None) -> None:
     """Delayed scaling: what quantizing a weight here would have recorded."""
     assert amaxes is not None
+    for slot, index in gathered_slots(config)[1]:
+        param = params[slot]
+        assert isinstance(param, GatheredWeight)
+        # Through a kernel: a one-element tensor is its own amax.
+        kernels.amax(param.weight_amax.view(1, 1), amaxes[index : index + 1], accumulate=True)
+
+
+def gathered_slots(config: LayerConfig) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:
+    """(slot, name) of each buffer of the weights, in the order of flatten_weights; (slot, scale index) of each weight
+    under delayed scaling."""
+    buffers, scales = [], []
     for stage in config.stages:
         for group in range(stage.spec.weights):
-            param = params[stage.weight_slot + group]
-            if isinstance(param, GatheredWeight) and param.gathering.amax is not None:
-                index = stage.scale_index("weight", group)
-                # Through a kernel: a one-element tensor is its own amax.
-                kernels.amax(param.gathering.amax.view(1, 1), amaxes[index : index + 1], accumulate=True)
+            slot = stage.weight_slot + group
+            assert stage.weight is not None
+            buffers += [(slot, name) for name in stage.weight._describe_buffers((32, 32))]
+            scales.append((slot, stage.scale_index("weight", group)))
+    return buffers, scales if config.delayed else []

@@ -27,7 +27,7 @@ class Gathering:
         name: of the parameter, for messages.
         recipe: under which it was quantized.
         recomputed: set by the layer when it sees that backward will compute this forward again.
-        amax: of the whole weight, under delayed scaling: what the layer records.
+        amax: float32 [1], of the whole weight: what the layer records under delayed scaling.
     """
 
     __slots__ = ("amax", "name", "recipe", "recomputed")
@@ -43,6 +43,13 @@ class GatheredWeight(QuantizedTensor):
     """All aliases of it (a Parameter is one) share the storage and the Gathering."""
 
     gathering: Gathering
+
+    @property
+    def weight_amax(self) -> Tensor:
+        """Of the unquantized weight."""
+        if self.gathering.amax is None:
+            raise RuntimeError(f"{self.gathering.name} was gathered without its amax")
+        return self.gathering.amax
 
     @staticmethod
     def __new__(
