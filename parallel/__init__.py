@@ -10,6 +10,8 @@ from te_dist.parallel.collectives import (
     gather_along_first_dim,
     reduce_scatter_along_first_dim,
 )
+from te_dist.parallel.comm import TensorParallel
+from te_dist.parallel.embedding import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from te_dist.parallel.fsdp import (
     AllGatherReport,
     GatheredParameter,
@@ -17,22 +19,73 @@ from te_dist.parallel.fsdp import (
     enable_quantized_all_gather,
     fully_shard,
 )
+from te_dist.parallel.mappings import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+    scatter_to_sequence_parallel,
+)
+from te_dist.parallel.modules import (
+    ColumnParallelLinear,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RowParallelLinear,
+    TransformerLayer,
+)
+from te_dist.parallel.plans import check_ranks, parallelize
 from te_dist.parallel.report import Collective, CommReport, comm_report
+from te_dist.parallel.rng import RankStream, rank_stream, seed_streams
+from te_dist.parallel.sequence import sequence_shards, shard_sizes
+from te_dist.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from te_dist.transport import RankFailed, RanksDisagree
 
 __all__ = [
     "AllGatherReport",
     "Collective",
+    "ColumnParallelLinear",
+    "ColwiseParallel",
     "CommReport",
     "GatheredParameter",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
     "RankFailed",
+    "RankStream",
     "RanksDisagree",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "TensorParallel",
+    "TransformerLayer",
+    "VocabParallelEmbedding",
     "all_gather_report",
     "all_reduce_amax",
     "allreduce",
+    "check_ranks",
     "comm_report",
+    "copy_to_tensor_parallel",
     "enable_quantized_all_gather",
     "fully_shard",
     "gather_along_first_dim",
+    "gather_from_sequence_parallel",
+    "parallelize",
+    "rank_stream",
+    "reduce_from_tensor_parallel",
     "reduce_scatter_along_first_dim",
+    "reduce_scatter_to_sequence_parallel",
+    "scatter_to_sequence_parallel",
+    "seed_streams",
+    "sequence_shards",
+    "shard_sizes",
+    "vocab_parallel_cross_entropy",
 ]

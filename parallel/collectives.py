@@ -15,7 +15,7 @@ from te_dist import groups, kernels, transport
 from te_dist.groups import GroupLike, resolve_group
 from te_dist.parallel import wire
 from te_dist.quantizers import Quantizer
-from te_dist.tensors import QuantizedStorage, QuantizedTensor
+from te_dist.tensors import Float8TensorStorage, QuantizedStorage, QuantizedTensor
 from te_dist.transport import Done, Pending
 
 Operand = Tensor | QuantizedStorage
@@ -23,6 +23,12 @@ Operand = Tensor | QuantizedStorage
 
 def start_gather(operands: list[Operand], group: Any) -> Pending[list[Operand]]:
     """Gather matrices (plain or quantized) along their rows, all in one call. Shapes are equal on all ranks."""
+    # Of a per-tensor scaled one with both planes the row plane travels: the other is its transpose, byte for byte.
+    derived = [isinstance(o, Float8TensorStorage) and o.has_rowwise and o.has_columnwise for o in operands]
+    operands = [
+        o.with_usage(rowwise=True, columnwise=False) if d and isinstance(o, QuantizedStorage) else o
+        for o, d in zip(operands, derived, strict=True)
+    ]
     sent: list[Tensor] = []
     counts: list[int] = []
     for operand in operands:
@@ -45,10 +51,14 @@ def start_gather(operands: list[Operand], group: Any) -> Pending[list[Operand]]:
         ]
         results: list[Operand] = []
         at = 0
-        for operand, count in zip(operands, counts, strict=True):
+        for operand, count, derive in zip(operands, counts, derived, strict=True):
             parts = gathered[at : at + count]
             at += count
-            results.append(wire.incoming(operand, parts, ranks) if isinstance(operand, QuantizedStorage) else parts[0])
+            if not isinstance(operand, QuantizedStorage):
+                results.append(parts[0])
+                continue
+            whole = wire.incoming(operand, parts, ranks)
+            results.append(whole.with_usage(rowwise=True, columnwise=True) if derive else whole)
         return results
 
     return Pending(None, finish, group, False, "", None)

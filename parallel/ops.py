@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from te_dist import kernels
+from te_dist import kernels, transport
 from te_dist.dynamo.define import pure_op
 from te_dist.groups import resolve_group
 from te_dist.parallel import wire
@@ -54,6 +54,13 @@ def all_reduce(x: Tensor, group: str, wire_dtype: Optional[torch.dtype]) -> Tens
     return start_reduce(x, resolve_group(group, "group"), scatter=False, wire_dtype=wire_dtype).wait()
 
 
+@pure_op("all_reduce_max")
+def all_reduce_max(x: Tensor, group: str) -> Tensor:
+    if kernels.is_shapes_only():
+        return torch.empty_like(x)
+    return transport.all_reduce(x.clone(), resolve_group(group, "group"), maximum=True).wait()
+
+
 @pure_op("reduce_scatter")
 def reduce_scatter(x: Tensor, group: str, ranks: int, wire_dtype: Optional[torch.dtype]) -> Tensor:
     if kernels.is_shapes_only():
@@ -61,5 +68,5 @@ def reduce_scatter(x: Tensor, group: str, ranks: int, wire_dtype: Optional[torch
     return start_reduce(x, resolve_group(group, "group"), scatter=True, wire_dtype=wire_dtype).wait()
 
 
-for _name in ("all_gather", "all_gather_quantized", "all_reduce", "reduce_scatter"):
+for _name in ("all_gather", "all_gather_quantized", "all_reduce", "all_reduce_max", "reduce_scatter"):
     torch.fx.node.has_side_effect(getattr(torch.ops.te_dist, _name).default)

@@ -55,6 +55,8 @@ def structural_obstacle(layer: QuantizedLayer) -> str:
     """Why no weight of this layer can be gathered quantized, whatever its recipe; "" if nothing is in the way."""
     if getattr(layer, "parameter_splits", None):
         return "parameters_split: the layer joins the parts before it quantizes them"
+    if getattr(layer, "fc1_is_split", False):
+        return "fc1 is held as gate and up: the layer joins them before it quantizes them"
     if getattr(layer, "single_grouped_weight", False):
         return "single_grouped_weight: one parameter holds the weights of all groups"
     return ""

@@ -26,6 +26,7 @@ from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
 from te_dist.pipeline.forward import layer_forward as forward_impl
 from te_dist.pipeline.function import config_of, draw_seeds, flatten_weights, rebuild_weights
 from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved, saves_norm_output
+from te_dist.pipeline.shards import out_lead, rows_per_entry, stage_rows
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.gathered import stand_in
@@ -49,7 +50,9 @@ def _quantize_weights(
         for g in range(stage.spec.weights):
             param = params[stage.weight_slot + g]
             assert param is not None
-            group.append(quantize_weight(param, weight_quantizer(config, stage, scales, amaxes, g))[0])
+            quantizer = weight_quantizer(config, stage, scales, amaxes, g)
+            amax_group = None if kernels.is_shapes_only() else stage.spec.comm.amax_group("weight")
+            group.append(quantize_weight(param, quantizer, group=amax_group)[0])
         weights.append(group)
     return flatten_weights(weights) + ([] if amaxes is None else [amaxes])
 
@@ -78,7 +81,11 @@ def update_weights(
         for g, storage in enumerate(storages):
             param = params[stage.weight_slot + g]
             if isinstance(storage, QuantizedStorage) and param is not None:
-                quantize_weight(param, weight_quantizer(config, stage, scales, amaxes, g), storage, True, skip)
+                quantizer, amax_group = (
+                    weight_quantizer(config, stage, scales, amaxes, g),
+                    stage.spec.comm.amax_group("weight"),
+                )
+                quantize_weight(param, quantizer, storage, True, skip, group=amax_group)
 
 
 @update_weights.register_fake
@@ -114,12 +121,17 @@ def _forward(
             amaxes=amaxes,
             splits=list(splits) or None,
             offsets=offsets,
+            unit=rows_per_entry(x.shape),
         )
     )
-    lead = x.shape[:-1]
+    lead: Sequence[int] = x.shape[:-1]
+    if result.norm_output is not None:
+        norm_output = result.norm_output.view(*lead, result.norm_output.shape[-1])
+    if config.communicates:
+        lead = out_lead(config, lead, result.out.shape[0])
     out = [result.out.view(*lead, result.out.shape[-1])]
     if result.norm_output is not None:
-        out.append(result.norm_output.view(*lead, result.norm_output.shape[-1]))
+        out.append(norm_output)
     if amaxes is not None:
         out.append(amaxes)
     saved = flatten_saved(result.saved)
@@ -182,6 +194,7 @@ def _backward(
     amaxes = _amaxes(config, scales)
     depths = [_param(params, stage.weight_slot).shape[-1] for stage in config.stages]
     split_list = list(splits) or None
+    spread = stage_rows(config, rows, split_list, rows_per_entry(dy.shape)) if config.communicates else None
     result = backward_impl(
         BwdArgs(
             dy=kernels.as_rows(dy),
@@ -189,7 +202,7 @@ def _backward(
             x=None if x is None else kernels.as_rows(x),
             params=list(params),
             weights=_dgrad_weights(config, params, weights),
-            saved=rebuild_saved(config, iter(saved), rows, depths, x_dtype, split_list),
+            saved=rebuild_saved(config, iter(saved), rows, depths, x_dtype, split_list, spread),
             config=config,
             x_dtype=x_dtype,
             param_dtypes=[
@@ -201,6 +214,7 @@ def _backward(
             seeds=seeds,
             splits=split_list,
             offsets=offsets,
+            rows=spread,
         )
     )
     gradients = [result.dx] if config.flags.input_grad else []
@@ -265,6 +279,15 @@ def layer_backward(
     return _backward(dy, dnorm_output, x, params, weights, saved, scales, seeds, splits, offsets, config, x_dtype, rows)
 
 
+# ------------------------------------------------------------------------------------------------- with other ranks
+# The same ops under names that no graph may drop or move: a collective that one rank leaves out hangs the others.
+for _function in (quantize_weights, layer_forward, layer_forward_seeded, layer_backward):
+    _name = f"{_function.__name__}_exchanged"
+    _tags = (torch.Tag.nondeterministic_seeded,) if _function is layer_forward_seeded else ()
+    pure_op(_name, tags=_tags)(_function)
+    torch.fx.node.has_side_effect(getattr(torch.ops.te_dist, _name).default)
+
+
 # ------------------------------------------------------------------------------------------------- small ones
 @torch.library.custom_op("te_dist::advance_scales", mutates_args=("history", "scales"))
 def advance_scales(history: Tensor, scales: Tensor, largest: Tensor, margin: int, algorithm: str) -> None:
@@ -289,6 +312,14 @@ def _(history: Any, amaxes: Any, of_forward: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- autograd
+def forward_op(communicates: bool, draws_seeds: bool) -> Any:
+    if communicates:
+        if draws_seeds:
+            return torch.ops.te_dist.layer_forward_seeded_exchanged
+        return torch.ops.te_dist.layer_forward_exchanged
+    return torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
+
+
 class CompiledLayer(torch.autograd.Function):
     """The compiled twin of ``EagerLayer``. `weights` are the quantized buffers, made outside."""
 
@@ -303,7 +334,7 @@ class CompiledLayer(torch.autograd.Function):
         splits: list[int],
         weight_count: int,
         kept_weights: list[int],
-        saves: tuple[bool, bool],
+        saves: tuple[bool, bool, bool],
         delayed: bool,
         draws_seeds: bool,
         offsets: Optional[Tensor],
@@ -314,7 +345,8 @@ class CompiledLayer(torch.autograd.Function):
         weights, params = tensors[:weight_count], tensors[weight_count:]
         if flags.gathered:
             params = tuple([stand_in(p) for p in params])
-        op = torch.ops.te_dist.layer_forward_seeded if draws_seeds else torch.ops.te_dist.layer_forward
+        saves_input, saves_norm, exchanges = saves
+        op = forward_op(exchanges, draws_seeds)
         made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
         seeds = None
         if draws_seeds:
@@ -327,8 +359,7 @@ class CompiledLayer(torch.autograd.Function):
         kept = [weights[i] for i in kept_weights]
         ctx.counts = (len(kept), len(params))
         ctx.no_gradients = (None,) * (13 + weight_count)
-        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype)
-        saves_input, saves_norm = saves
+        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype, exchanges)
         norm_output = [made[1]] if saves_norm else []
         ctx.x_shape = x.shape
         ctx.save_for_backward(
@@ -353,11 +384,12 @@ class CompiledLayer(torch.autograd.Function):
         kept_count, param_count = ctx.counts
         kept, params = rest[:kept_count], rest[kept_count : kept_count + param_count]
         saved = rest[kept_count + param_count :]
-        spec, recipe, flags, splits, delayed, x_dtype = ctx.constants
+        spec, recipe, flags, splits, delayed, x_dtype, exchanges = ctx.constants
         rows = 1
         for size in ctx.x_shape[:-1]:
             rows = rows * size
-        made = torch.ops.te_dist.layer_backward(
+        op = torch.ops.te_dist.layer_backward_exchanged if exchanges else torch.ops.te_dist.layer_backward
+        made = op(
             dy, dnorm_output, x, list(params), list(kept), list(saved), scales, seeds, splits,
             offsets, spec, recipe, flags, x_dtype, rows,
         )  # fmt: skip
@@ -378,9 +410,9 @@ class CompiledLayer(torch.autograd.Function):
         return dx, *ctx.no_gradients, *dparams
 
 
-def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool]]:
-    """Which of the weight buffers backward keeps, and whether it needs the input and the returned norm's output:
-    constants of a compiled call."""
+def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, bool]]:
+    """Which of the weight buffers backward keeps, whether it needs the input and the returned norm's output, and
+    whether other ranks take part: constants of a compiled call."""
     kept: list[int] = []
     at = 0
     for stage in config.stages:
@@ -392,4 +424,4 @@ def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool]]:
             wanted = [] if plane is None else list(plane._describe_buffers((32, 32)))
             kept.extend(at + i for i, name in enumerate(names) if name in wanted)
             at += len(names)
-    return kept, (needs_input(config), saves_norm_output(config))
+    return kept, (needs_input(config), saves_norm_output(config), config.communicates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class MultiheadAttention(torch.nn.Module):
                 f"{self._label}: fuse_wgrad_accumulation expects fuse_qkv_params=True, one weight with one main_grad"
             )
         self.hidden_size, self.num_attention_heads, self.num_gqa_groups = hidden_size, num_attention_heads, groups
+        self.fuse_qkv_params = fuse_qkv_params
         self.kv_channels = kv_channels or hidden_size // num_attention_heads
         self.attention_dropout, self.layer_number = attention_dropout, layer_number
         self.attn_mask_type, self.qkv_format = self._mask_type(attn_mask_type), qkv_format
@@ -221,10 +223,17 @@ class MultiheadAttention(torch.nn.Module):
             return out
         return (*out, norm_output) if self.return_bias else (out, norm_output)
 
+    _ranks = 1  # over which the heads are spread
+
+    def _random_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Where attention dropout takes its random numbers from; te_dist.parallel has one for each rank."""
+        return contextlib.nullcontext()
+
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The projection's result as queries, keys and values [., ., heads, channels]."""
-        lead, groups, size = mixed.shape[:-1], self.num_gqa_groups, self.kv_channels
-        per_group = self.num_attention_heads // groups
+        lead, size = mixed.shape[:-1], self.kv_channels
+        per_group = self.num_attention_heads // self.num_gqa_groups
+        groups = self.num_gqa_groups // self._ranks
         if self.qkv_weight_interleaved:
             parts = mixed.view(*lead, groups, per_group + 2, size).split((per_group, 1, 1), -2)
         else:
@@ -247,15 +256,16 @@ class MultiheadAttention(torch.nn.Module):
             allowed = ~mask
             if causal:
                 allowed = allowed & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=mask.device).tril()
-        context = torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=allowed,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=causal and allowed is None,
-            enable_gqa=self.num_gqa_groups != self.num_attention_heads,
-        )
+        with self._random_stream():
+            context = torch.nn.functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=allowed,
+                dropout_p=self.attention_dropout if self.training else 0.0,
+                is_causal=causal and allowed is None,
+                enable_gqa=self.num_gqa_groups != self.num_attention_heads,
+            )
         context = context.permute((2, 0, 1, 3) if sequence_first else (0, 2, 1, 3))
         return context.flatten(-2)
 

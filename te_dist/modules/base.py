@@ -14,15 +14,24 @@ import torch
 from torch import Tensor
 
 from te_dist import delayed_scaling, kernels
+from te_dist.comm import sequence_shards
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
-from te_dist.modules.gathered import check_gathered, gathered_slots, note_recomputation, record_gathered_amaxes
+from te_dist.modules.gathered import (
+    check_gathered,
+    gathered_slots,
+    gathered_weights,
+    note_recomputation,
+    record_gathered_amaxes,
+)
+from te_dist.modules.parameters import like_parameter, local_part
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, roles
 from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
+from te_dist.pipeline.shards import out_lead, rows_per_entry
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
@@ -55,10 +64,13 @@ def _call_constants(
     main_grad_dtype: torch.dtype | None,
     device_splits: bool,
     gathered: bool,
+    shards: tuple[Any, ...],
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered)
+    flags = CallFlags(
+        grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards
+    )
     config = resolve(spec, recipe, flags)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
@@ -97,6 +109,8 @@ class QuantizedLayer(torch.nn.Module):
     fp8_amax_history: Tensor | None
     _fp8_largest: Tensor | None
     recomputed_in_graph = False  # some compiled graph computes this layer's forward again in backward
+    # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
+    _is_parallel = False
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -142,6 +156,9 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
+        gathered = gathered_weights(params)
+        if self._is_parallel:
+            params = [local_part(param) for param in params]
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
         assert weight is not None
         self._check_input(inp, weight)
@@ -151,8 +168,12 @@ class QuantizedLayer(torch.nn.Module):
             if inp.dtype != out_dtype and not isinstance(inp, QuantizedTensor):
                 inp = inp.to(out_dtype)
             with torch.autocast(device_type, enabled=False):
-                return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
-        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
+                return self._run_in(
+                    recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered
+                )
+        return self._run_in(
+            recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered
+        )
 
     def _recipe_of_call(self) -> Recipe | None:
         """The recipe in force. Activation checkpointing computes forward again inside backward, where the scope of the
@@ -174,11 +195,11 @@ class QuantizedLayer(torch.nn.Module):
         skip_weight_update: Tensor | None,
         splits: list[int] | Tensor | None,
         recomputed: Recomputed | None,
+        gathered: list[GatheredWeight | None] | None,
     ) -> Any:
         frozen = scope.depth > 0
-        gathered = any(isinstance(p, GatheredWeight) for p in params)
         # A gathered weight is its own workspace.
-        caching = not gathered and (frozen or is_first_microbatch is not None or skip_weight_update is not None)
+        caching = gathered is None and (frozen or is_first_microbatch is not None or skip_weight_update is not None)
         update = not self._workspace_fresh if frozen else is_first_microbatch is not False
         if torch.compiler.is_compiling():
             result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits, gathered)
@@ -202,6 +223,11 @@ class QuantizedLayer(torch.nn.Module):
                 f"{self._label()} expects an input of float32, float16 or bfloat16 but got "
                 f"{str(inp.dtype).removeprefix('torch.')}"
             )
+        if self._is_parallel and inp.dim() < 2 and self.spec.shards_rows:
+            raise ValueError(
+                f"{self._label()} expects an input of at least two dimensions under sequence parallelism but got "
+                f"shape {list(inp.shape)}"
+            )
         if inp.dim() == 0 or inp.shape[-1] != depth:
             raise ValueError(
                 f"{self._label()} expects the input's last dimension to be {depth} but got shape {list(inp.shape)}"
@@ -223,16 +249,18 @@ class QuantizedLayer(torch.nn.Module):
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
         recomputed: Recomputed | None,
-        gathered: bool,
+        gathered: list[GatheredWeight | None] | None,
     ) -> Any:
-        if gathered:
-            check_gathered(self._label(), recipe, params)
-        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor), gathered)
+        if gathered is not None:
+            check_gathered(self._label(), recipe, gathered)
+        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor), gathered is not None)
         flags = config.flags
-        if gathered:
-            note_recomputation(config, params)
+        if gathered is not None:
+            note_recomputation(config, gathered)
         call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1])
         call.splits, call.offsets = by_host_or_device(splits)
+        if self._is_parallel:
+            call.unit = rows_per_entry(inp.shape)
         if isinstance(inp, QuantizedTensor):
             call.x = self._quantized_input(config, inp)
         else:
@@ -241,21 +269,23 @@ class QuantizedLayer(torch.nn.Module):
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             if config.delayed:
                 self._delayed_call(call, recipe, update, recomputed)
-                if gathered:
-                    record_gathered_amaxes(config, params, call.amaxes)
+                if gathered is not None:
+                    record_gathered_amaxes(config, gathered, call.amaxes)
             call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
             if self.training and _trains_with_seeds(self.spec, recipe):
                 draw_seeds(self.spec, inp)
-            out = result.out.view(*call.lead, result.out.shape[-1])
+            lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
+            out = result.out.view(*lead, result.out.shape[-1])
             if result.norm_output is None:
                 return out
             return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
-            self._main_grads(call, params, first)
+            # The attributes are on the parameters themselves, not on what a rank has of them.
+            self._main_grads(call, self._slots() if self._is_parallel else params, first)
         call.wgrad_store = self.wgrad_store
         return EagerLayer.apply(call, inp, *params)
 
@@ -273,10 +303,15 @@ class QuantizedLayer(torch.nn.Module):
             self._configs, self._configs_recipe = {}, recipe
         on = torch.is_grad_enabled()
         grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
-        key = (grads, caching, device_splits, gathered)
+        key: Any = (grads, caching, device_splits, gathered)
+        shards = sequence_shards.rows if self._is_parallel else ()
+        if shards:
+            key = (*key, shards)
         config = self._configs.get(key)
         if config is None:
-            flags = CallFlags(grads[0], grads[1:], caching, device_splits=device_splits, gathered=gathered)
+            flags = CallFlags(
+                grads[0], grads[1:], caching, device_splits=device_splits, gathered=gathered, shards=shards
+            )
             config = resolve(self.spec, recipe, flags)
             self._configs[key] = config
             self._config_made(config, inp)
@@ -352,6 +387,7 @@ class QuantizedLayer(torch.nn.Module):
                     update,
                     skip,
                     caching,
+                    stage.spec.comm.amax_group("weight"),
                 )
                 group.append(used)
                 made = made or new is not None
@@ -386,6 +422,8 @@ class QuantizedLayer(torch.nn.Module):
                     continue
                 getter = getattr(param, "get_main_grad", None)
                 main_grad = getter() if getter is not None else getattr(param, "main_grad", None)
+                if self._is_parallel:
+                    main_grad = local_part(main_grad)
                 if main_grad is None:
                     raise ValueError(
                         f"{self._label()}: fuse_wgrad_accumulation expects main_grad on each weight; set "
@@ -420,6 +458,8 @@ class QuantizedLayer(torch.nn.Module):
 
     def _add_gradient(self, param: Tensor, slot: int, gradient: Tensor) -> None:
         """Where a delayed gradient goes; another place if the slot is only a part of a parameter."""
+        if self._is_parallel:
+            gradient = like_parameter(gradient, param)
         param.grad = gradient if param.grad is None else param.grad + gradient
 
     # ---------------------------------------------------------------------------------------- compiled
@@ -432,14 +472,21 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
-        gathered: bool = False,
+        gathered: list[GatheredWeight | None] | None = None,
     ) -> Any:
         on = torch.is_grad_enabled()
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
         flags, known, kept, saves, (weight_count, buffers, amax_slots), delayed, draws_seeds = _call_constants(
-            self.spec, recipe, caching, None, isinstance(splits, Tensor), gathered, *grads
+            self.spec,
+            recipe,
+            caching,
+            None,
+            isinstance(splits, Tensor),
+            gathered is not None,
+            sequence_shards.rows if self._is_parallel else (),
+            *grads,
         )
         sizes, offsets = by_host_or_device(splits)
         scales = history = None
@@ -453,15 +500,17 @@ class QuantizedLayer(torch.nn.Module):
                 torch.ops.te_dist.advance_scales(
                     history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
                 )
-        detached = [None if p is None else stand_in(p) if gathered else p.detach() for p in params]
+        detached = [None if p is None else p.detach() if gathered is None else stand_in(p) for p in params]
         weights: list[Tensor] = []
-        if gathered:
+        if gathered is not None:
             self._note_traced_recomputation()
-            weights = [getattr(params[slot], name) for slot, name in buffers]
+            weights = [getattr(gathered[slot], name) for slot, name in buffers]
             if delayed and scales is not None:
                 amaxes = torch.zeros_like(scales)
                 for slot, index in amax_slots:
-                    amaxes[index : index + 1] = params[slot].weight_amax  # type: ignore[union-attr]
+                    holder = gathered[slot]
+                    assert holder is not None
+                    amaxes[index : index + 1] = holder.weight_amax
         elif weight_count:
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
                 weights = list(self._workspaces)
@@ -469,7 +518,12 @@ class QuantizedLayer(torch.nn.Module):
                     amaxes = torch.zeros_like(scales) if scales is not None else inp.new_zeros(1, dtype=torch.float32)
                     torch.ops.te_dist.update_weights(detached, weights, amaxes, scales, skip, self.spec, known, flags)
             else:
-                made = torch.ops.te_dist.quantize_weights(detached, scales, self.spec, known, flags)
+                quantize = (
+                    torch.ops.te_dist.quantize_weights_exchanged
+                    if self._is_parallel
+                    else torch.ops.te_dist.quantize_weights
+                )
+                made = quantize(detached, scales, self.spec, known, flags)
                 weights = list(made[:weight_count])
                 amaxes = made[weight_count] if delayed else None
                 if caching:
@@ -479,7 +533,7 @@ class QuantizedLayer(torch.nn.Module):
             torch.ops.te_dist.record_amaxes(history, amaxes, True)
         if not any(grads):
             seeded = self.training and _trains_with_seeds(self.spec, recipe)
-            op = torch.ops.te_dist.layer_forward_seeded if seeded else torch.ops.te_dist.layer_forward
+            op = compiled.forward_op(self._is_parallel, seeded)
             made = op(inp, detached, weights, scales, sizes or [], offsets, self.spec, known, flags, inp.dtype)
             if records:
                 torch.ops.te_dist.record_amaxes(history, made[2 if self.spec.return_norm_output else 1], True)

@@ -114,7 +114,7 @@ def convert(
 
 
 def _check_not_sharded(model: nn.Module) -> None:
-    """FSDP2 hangs its hooks on the parameters' modules, so a module that is swapped afterwards would not be gathered."""
+    """FSDP2 hangs its hooks on the parameters' modules: one that is swapped afterwards would not be gathered."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule

@@ -13,11 +13,24 @@ from te_dist.recipe import Recipe
 from te_dist.tensors.gathered import GatheredWeight, has_memory
 from te_dist.torch_compat import saves_through_hooks
 
+Gathered = Sequence[GatheredWeight | None]  # by slot
 
-def check_gathered(label: str, recipe: Recipe | None, params: Sequence[Tensor | None]) -> None:
+
+def gathered_weights(params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+    """The gathered weights among a layer's parameters, also those inside of a DTensor; None if there are none. Taken
+    from the parameters themselves: a compiled graph can read attributes of those, not of what to_local() makes."""
+    local = [getattr(param, "_local_tensor", param) for param in params]
+    found = [param if isinstance(param, GatheredWeight) else None for param in local]
+    for param in found:
+        if param is not None:
+            return found
+    return None
+
+
+def check_gathered(label: str, recipe: Recipe | None, gathered: Gathered) -> None:
     """Raise unless the gathered weights are there, and were quantized under the recipe of this call."""
-    for param in params:
-        if not isinstance(param, GatheredWeight):
+    for param in gathered:
+        if param is None:
             continue
         gathering = param.gathering
         if gathering.recipe is not recipe and gathering.recipe != recipe:
@@ -32,12 +45,12 @@ def check_gathered(label: str, recipe: Recipe | None, params: Sequence[Tensor | 
             )
 
 
-def note_recomputation(config: LayerConfig, params: Sequence[Tensor | None]) -> None:
+def note_recomputation(config: LayerConfig, gathered: Gathered) -> None:
     """Tell the gatherer if backward will compute this forward again, and so read the row plane there too."""
     if all(stage.derives_column for stage in config.stages) or not expects_recomputation():
         return
-    for param in params:
-        if isinstance(param, GatheredWeight):
+    for param in gathered:
+        if param is not None:
             param.gathering.recomputed = True
 
 
@@ -47,12 +60,12 @@ def expects_recomputation() -> bool:
     return not torch.is_grad_enabled() or saves_through_hooks()
 
 
-def record_gathered_amaxes(config: LayerConfig, params: Sequence[Tensor | None], amaxes: Tensor | None) -> None:
+def record_gathered_amaxes(config: LayerConfig, gathered: Gathered, amaxes: Tensor | None) -> None:
     """Delayed scaling: what quantizing a weight here would have recorded."""
     assert amaxes is not None
     for slot, index in gathered_slots(config)[1]:
-        param = params[slot]
-        assert isinstance(param, GatheredWeight)
+        param = gathered[slot]
+        assert param is not None
         # Through a kernel: a one-element tensor is its own amax.
         kernels.amax(param.weight_amax.view(1, 1), amaxes[index : index + 1], accumulate=True)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import InitMethod
-from te_dist.modules.parameters import reset_linear
+from te_dist.modules.parameters import local_part, reset_linear
 from te_dist.pipeline.config import LayerSpec, StageSpec
 from te_dist.pipeline.function import LayerCall
 from te_dist.recipe import Recipe
@@ -100,7 +100,7 @@ class GroupedLinear(QuantizedLayer):
 
     def _per_group(self, name: str, single: bool) -> list[Tensor]:
         if single:
-            return list(getattr(self, name).unbind(0))
+            return list(local_part(getattr(self, name)).unbind(0))
         return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
 
     def _weights(self) -> list[Tensor]:
@@ -141,14 +141,16 @@ class GroupedLinear(QuantizedLayer):
                 f"{self._label()} expects an unquantized input, because each group is quantized for itself, but got "
                 f"one quantized by {inp.quantized_storage.quantizer!r}; dequantize() it"
             )
-        self._check_input(inp, next(self.parameters()))  # a weight comes first
+        self._check_input(inp, local_part(next(self.parameters())))  # a weight comes first
         splits = self._splits(m_splits, inp)
         out = self._run(inp, is_first_microbatch, skip_weight_update, splits)
         if not self.return_bias:
             return out
         if not self.use_bias:
             return out, None
-        return out, self.bias if self.single_grouped_bias else self._biases()
+        if self.single_grouped_bias:
+            return out, local_part(self.get_parameter("bias"))
+        return out, [local_part(bias) for bias in self._biases()]
 
     def _splits(self, m_splits: Sequence[int] | Tensor, inp: Tensor) -> list[int] | Tensor:
         """Sizes, or offsets on the device."""
@@ -203,7 +205,7 @@ class GroupedLinear(QuantizedLayer):
             return
         # The groups' weights are views made for this call: they get their part of the parameter's main_grad.
         getter = getattr(self.weight, "get_main_grad", None)
-        main_grad = getter() if getter is not None else getattr(self.weight, "main_grad", None)
+        main_grad = local_part(getter() if getter is not None else getattr(self.weight, "main_grad", None))
         for group, view in enumerate(params[: self.num_gemms]):
             view.main_grad = None if main_grad is None else main_grad[group]  # type: ignore[union-attr]
             view.overwrite_main_grad = getattr(self.weight, "overwrite_main_grad", False)  # type: ignore[union-attr]
@@ -218,7 +220,7 @@ class GroupedLinear(QuantizedLayer):
         whole: Tensor = self.get_parameter("weight")
         if whole.grad is None:
             whole.grad = torch.zeros_like(whole)
-        whole.grad[slot] += gradient
+        local_part(whole.grad)[slot] += gradient
 
     # ---------------------------------------------------------------------------------------- state
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

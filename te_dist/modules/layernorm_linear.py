@@ -11,7 +11,15 @@ from torch.nn import Parameter
 
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import InitMethod
-from te_dist.modules.parameters import check_normalization, make_bias, make_norm, make_weight, reset_linear, reset_norm
+from te_dist.modules.parameters import (
+    check_normalization,
+    local_part,
+    make_bias,
+    make_norm,
+    make_weight,
+    reset_linear,
+    reset_norm,
+)
 from te_dist.modules.split_parameters import SplitParameters
 from te_dist.pipeline.config import NORM, LayerSpec, StageSpec
 from te_dist.recipe import Recipe
@@ -106,7 +114,7 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
         result = self._run(inp, is_first_microbatch, skip_weight_update)
         if not self.return_bias:
             return result
-        bias = self._weight_and_bias()[1]
+        bias = local_part(self._weight_and_bias()[1])
         return (result[0], bias, result[1]) if self.return_layernorm_output else (result, bias)
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from te_dist.modules.base import QuantizedLayer, Recomputed
 from te_dist.modules.linear import InitMethod
 from te_dist.modules.parameters import (
     check_normalization,
+    local_part,
     make_bias,
     make_norm,
     make_weight,
@@ -22,6 +23,8 @@ from te_dist.modules.parameters import (
 from te_dist.pipeline.config import ACTIVATION, NORM, LayerSpec, StageSpec
 from te_dist.producers import split_activation
 from te_dist.recipe import Recipe, recipe_in_force
+
+GATE_HALVES = ("gate", "up")  # the half that is activated, the half that multiplies it
 
 
 class LayerNormMLP(QuantizedLayer):
@@ -35,6 +38,8 @@ class LayerNormMLP(QuantizedLayer):
         activation: one of gelu, qgelu, relu, srelu, silu and the gated ones.
         init_method, output_layer_init_method: fill fc1_weight and fc2_weight in place.
         checkpoint: keep only the input, and compute forward again during backward.
+        split_gate: hold fc1 of a gated activation as ``fc1_gate_weight`` and ``fc1_up_weight`` (and biases), not as
+            one parameter: so that each can be spread over ranks. A state dict of either form loads into either.
         others: as for ``LayerNormLinear``.
     """
 
@@ -64,6 +69,7 @@ class LayerNormMLP(QuantizedLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         checkpoint: bool = False,
+        split_gate: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -87,6 +93,9 @@ class LayerNormMLP(QuantizedLayer):
         make_weight(self, "fc2_weight", hidden_size, ffn_hidden_size, device, dtype)
         make_bias(self, "fc2_bias", hidden_size if bias else None, device, dtype)
         self.reset_parameters()
+        self.is_gated, self.fc1_is_split = gated, False
+        if split_gate:
+            self._split_gate()
         first = StageSpec(
             name="fc1",
             produce=NORM,
@@ -104,8 +113,30 @@ class LayerNormMLP(QuantizedLayer):
             delay_wgrad_compute=delay_wgrad_compute,
         )
 
+    def _split_gate(self) -> None:
+        """Two parameters for fc1's weight, and for its bias, where the activation is gated."""
+        if not self.is_gated or self.fc1_is_split:
+            return
+        self.fc1_is_split = True
+        for kind in ("weight", "bias"):
+            whole = getattr(self, f"fc1_{kind}")
+            self.register_parameter(f"fc1_{kind}", None)
+            for half, part in zip(GATE_HALVES, (None, None) if whole is None else whole.detach().chunk(2), strict=True):
+                made = None if part is None else Parameter(part.clone(), requires_grad=whole.requires_grad)
+                self.register_parameter(f"fc1_{half}_{kind}", made)
+
+    def _fc1(self, kind: str) -> Tensor | None:
+        """fc1's weight or bias, as its product reads it."""
+        if not self.fc1_is_split:
+            return getattr(self, f"fc1_{kind}")
+        halves = [local_part(getattr(self, f"fc1_{half}_{kind}")) for half in GATE_HALVES]
+        return None if halves[0] is None else torch.cat(halves)
+
     def reset_parameters(self) -> None:
         self._reset_delayed()
+        if getattr(self, "fc1_is_split", False):
+            self._reset_split()
+            return
         reset_norm(self, "layer_norm", self.zero_centered_gamma)
         for weight, bias, method in zip(
             (self.fc1_weight, self.fc2_weight), (self.fc1_bias, self.fc2_bias), self._init_methods, strict=True
@@ -115,12 +146,46 @@ class LayerNormMLP(QuantizedLayer):
                 with torch.no_grad():
                     method(weight)
 
+    def _reset_split(self) -> None:
+        """As one parameter would be initialised, whatever its halves are called."""
+        with torch.no_grad():
+            parts = {k: [getattr(self, f"fc1_{half}_{k}") for half in GATE_HALVES] for k in ("weight", "bias")}
+            for kind, halves in parts.items():
+                whole = None if halves[0] is None else Parameter(torch.cat([torch.empty_like(h) for h in halves]))
+                self.register_parameter(f"fc1_{kind}", whole)
+            self.fc1_is_split = False
+            self.reset_parameters()
+            self.fc1_is_split = True
+            for kind, halves in parts.items():
+                whole = getattr(self, f"fc1_{kind}")
+                self.register_parameter(f"fc1_{kind}", None)
+                for half, made in zip(halves, (None, None) if whole is None else whole.chunk(2), strict=True):
+                    if half is not None and made is not None:
+                        half.copy_(made)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for kind in ("weight", "bias"):
+            whole, halves = f"{prefix}fc1_{kind}", [f"{prefix}fc1_{half}_{kind}" for half in GATE_HALVES]
+            if self.fc1_is_split and whole in state_dict:
+                given = state_dict.pop(whole)
+                state_dict.update(zip(halves, given.chunk(2), strict=True))
+            elif not self.fc1_is_split and all(half in state_dict for half in halves):
+                state_dict[whole] = torch.cat([state_dict.pop(half) for half in halves])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _add_gradient(self, param: Tensor, slot: int, gradient: Tensor) -> None:
+        if slot != 2 or not self.fc1_is_split:
+            super()._add_gradient(param, slot, gradient)
+            return
+        for half, rows in zip(GATE_HALVES, gradient.chunk(2), strict=True):
+            super()._add_gradient(getattr(self, f"fc1_{half}_weight"), slot, rows.clone())
+
     def _slots(self) -> list[Tensor | None]:
         return [
             self.layer_norm_weight,
             self.layer_norm_bias,
-            self.fc1_weight,
-            self.fc1_bias,
+            self._fc1("weight"),
+            self._fc1("bias"),
             self.fc2_weight,
             None if self.return_bias else self.fc2_bias,
         ]
@@ -138,7 +203,8 @@ class LayerNormMLP(QuantizedLayer):
             result = self._run(inp, is_first_microbatch, skip_weight_update)
         if not self.return_bias:
             return result
-        return (result[0], self.fc2_bias, result[1]) if self.return_layernorm_output else (result, self.fc2_bias)
+        bias = local_part(self.fc2_bias)
+        return (result[0], bias, result[1]) if self.return_layernorm_output else (result, bias)
 
     def extra_repr(self) -> str:
         return (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.parameters import local_part
 from te_dist.modules.scopes import scope
 from te_dist.modules.split_parameters import SplitParameters
 from te_dist.pipeline.config import LayerConfig, LayerSpec, StageSpec
@@ -109,7 +110,10 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
             if plan is not None and self._takes_the_lean_way(plan, inp, is_first_microbatch, skip_weight_update):
                 return LeanLinear.apply(plan, inp, self.weight, self.bias)
         out = self._run(inp, is_first_microbatch, skip_weight_update)
-        return (out, self._weight_and_bias()[1]) if self.return_bias else out
+        return (out, self._returned_bias()) if self.return_bias else out
+
+    def _returned_bias(self) -> Tensor | None:
+        return local_part(self._weight_and_bias()[1])
 
     def _takes_the_lean_way(
         self, plan: LeanPlan, inp: Tensor, is_first_microbatch: bool | None, skip_weight_update: Tensor | None

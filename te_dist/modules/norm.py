@@ -70,7 +70,7 @@ class _Norm(torch.nn.Module):
         if torch.is_autocast_enabled(device_type):
             inp = inp.to(torch.get_autocast_dtype(device_type))
         rows = inp.reshape(-1, self._size) if inp.dim() != 2 or len(self.normalized_shape) > 1 else inp
-        weight, bias = self.weight.view(-1), None if self.bias is None else self.bias.view(-1)
+        weight, bias = self._gain_and_bias()
         grad = torch.is_grad_enabled()
         out = ops.Norm.apply(
             rows,
@@ -81,6 +81,9 @@ class _Norm(torch.nn.Module):
             grad and bias is not None and bias.requires_grad,
         )
         return out.view(inp.shape)
+
+    def _gain_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight.view(-1), None if self.bias is None else self.bias.view(-1)
 
     def _check(self, inp: Tensor) -> None:
         label = type(self).__name__

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+
+
+def local_part(param: Tensor | None) -> Any:
+    """This rank's part of a parameter that may be a DTensor."""
+    return param.to_local() if hasattr(param, "to_local") else param  # type: ignore[union-attr]
+
+
+def like_parameter(gradient: Tensor, param: Any) -> Tensor:
+    """A rank's part of a gradient as what its parameter is: a DTensor has a DTensor's."""
+    if not hasattr(param, "to_local"):
+        return gradient
+    made: Tensor = type(param).from_local(
+        gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return made
+
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 

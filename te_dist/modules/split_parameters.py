@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist.modules.parameters import reset_linear
+from te_dist.modules.parameters import like_parameter, local_part, reset_linear
 
 
 class SplitParameters:
@@ -46,8 +46,10 @@ class SplitParameters:
         """As the products read them; of a split layer, made for each call."""
         if not self.parameter_splits:
             return self.weight, self.bias
-        biases = self._parts("bias")
-        return torch.cat(self._parts("weight")), torch.cat(biases) if biases else None
+        weights, biases = self._parts("weight"), self._parts("bias")
+        if self._is_parallel:
+            weights, biases = ([local_part(part) for part in parts] for parts in (weights, biases))
+        return torch.cat(weights), torch.cat(biases) if biases else None
 
     def _reset_parts(self: Any, init_method: Callable[[Tensor], Any] | None) -> None:
         biases = self._parts("bias") or [None] * len(self.parameter_splits)
@@ -60,9 +62,11 @@ class SplitParameters:
     def _add_gradient(self: Any, param: Tensor, slot: int, gradient: Tensor) -> None:
         """A delayed weight gradient: of a split layer, each part gets its rows."""
         parts = self._parts("weight") if self.parameter_splits else [param]
-        for part, rows in zip(parts, gradient.split([part.shape[0] for part in parts]), strict=True):
+        sizes = [local_part(part).shape[0] for part in parts]
+        for part, rows in zip(parts, gradient.split(sizes), strict=True):
             if part.requires_grad:
-                part.grad = rows.clone() if part.grad is None else part.grad + rows
+                rows = like_parameter(rows.clone(), part)
+                part.grad = rows if part.grad is None else part.grad + rows
 
 
 def split_sizes(module: str, split: Sequence[str] | Mapping[str, int] | None, rows: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -194,4 +195,9 @@ class TransformerLayer(torch.nn.Module):
         return out if self.layernorm is None else self.layernorm(out)
 
     def _dropout(self, t: Tensor) -> Tensor:
-        return torch.nn.functional.dropout(t, self.hidden_dropout, self.training)
+        with self._random_stream():
+            return torch.nn.functional.dropout(t, self.hidden_dropout, self.training)
+
+    def _random_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Where hidden dropout takes its random numbers from; see te_dist.parallel."""
+        return contextlib.nullcontext()

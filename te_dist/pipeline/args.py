@@ -7,6 +7,7 @@ lists with one entry per group; a dense layer has one.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class FwdArgs:
     # groups
     splits: list[int] | None = None  # rows of each group
     offsets: Tensor | None = None  # int32 [groups] on the device, where each group ends: in place of splits
+    unit: int = 1  # rows per entry of the input's first dimension
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +77,8 @@ class BwdArgs:
     # groups
     splits: list[int] | None = None
     offsets: Tensor | None = None
+    # rows that are spread over ranks: by stage and group, see pipeline/shards.py
+    rows: list[list[Any] | None] | None = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist import kernels
+from te_dist import kernels, transport
+from te_dist.comm import Comm
 from te_dist.gemm import gemm
 from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import first_rows, high_precision, quantize_operand, split_rows
+from te_dist.pipeline.shards import GroupRows, by_rank, laid_out, laid_out_rows, of_groups
 from te_dist.pipeline.weights import column_of_weight
+from te_dist.plan import Move
 from te_dist.producers import ActivationGradient, Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.transport import Done, Pending
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +51,14 @@ class WeightGradient:
 def layer_backward(args: BwdArgs) -> BwdResult:
     """Consumes `args`: what a stage has used is let go of at once, because gradients take the memory next."""
     config = args.config
+    if not config.communicates:
+        return _stages_backward(args)
+    with transport.layer_scope(config.spec.name or config.spec.module_type, "backward", config.spec.group_name):
+        return _stages_backward(args)
+
+
+def _stages_backward(args: BwdArgs) -> BwdResult:
+    config = args.config
     result = BwdResult(None, [None] * config.spec.param_count)
     sources: list[Producer] = [Plain(args.dy)]
     args.dy = None  # type: ignore[assignment]
@@ -70,16 +82,18 @@ def _stage_products(
     """The gradients of weight and bias, and of the operand that the stage consumed. Takes the one source."""
     source = sources.pop()
     if args.offsets is not None:
-        return device_groups.backward_products(args, index, stage, saved, source, result)
+        da = device_groups.backward_products(args, index, stage, saved, source, result)
+        return None if da is None else stage.spec.comm.start_reduce(stage.spec.comm.plan.dx, da).wait()
+    if not stage.spec.comm.is_local:
+        return _exchanged_products(args, index, stage, saved, source, result)
     if not stage.spec.groups:
         sources.append(source)
         del source
-        da = _group_products(args, index, stage, saved, sources, 0, result)
-        return None if da is None else stage.spec.comm.reduce(stage.spec.comm.plan.dx, da)
+        return _group_products(args, index, stage, saved, sources, 0, result)
     parts = split_rows(source, args.splits)
     das = [_group_products(args, index, stage, saved, [part], group, result) for group, part in enumerate(parts)]
     present = [da for da in das if da is not None]
-    return stage.spec.comm.reduce(stage.spec.comm.plan.dx, torch.cat(present)) if present else None
+    return torch.cat(present) if present else None
 
 
 def _group_products(
@@ -91,7 +105,6 @@ def _group_products(
     group: int,
     result: BwdResult,
 ) -> Tensor | None:
-    comm, plan = stage.spec.comm, stage.spec.comm.plan
     source = sources.pop()
     rows = source.shape[0]
     if stage.needs_bias_grad:
@@ -113,7 +126,7 @@ def _group_products(
     if stage.needs_dgrad:
         dy = quantized if stage.dgrad and quantized is not None else plain
         assert dy is not None
-        da = _dgrad(args, stage, comm.gather(plan.dy, dy), args.weights[index][group], rows)
+        da = _dgrad(args, stage, dy, args.weights[index][group], rows)
         del dy
     if stage.needs_wgrad:
         if stage.wgrad and quantized is not None:
@@ -121,9 +134,121 @@ def _group_products(
             quantized = quantized._planes_of(stage.dy_column)  # the row plane has been used
         dy = quantized if stage.wgrad and quantized is not None else plain
         assert dy is not None
-        x = comm.gather(plan.x, _wgrad_input(args, stage, saved, group))
-        _wgrad(args, stage, comm.gather(plan.dy, dy), x, stage.weight_slot + group, result)
+        _wgrad(args, stage, dy, _wgrad_input(args, stage, saved, group), stage.weight_slot + group, result)
     return da
+
+
+def _exchanged_products(
+    args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, source: Producer, result: BwdResult
+) -> Tensor | None:
+    """``_group_products`` of all groups, with other ranks. In time, on the compute stream and on the wire:
+
+        quantize dy   [gather dy]   dgrad             wgrad
+        gather x ...............................      reduce dx .....   (both while products run)
+    """
+    comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
+    spread = None if args.rows is None else args.rows[index]
+    gathers_x = stage.needs_wgrad and plan.x is Move.ALL_GATHER and not (comm.keeps_gathered and saved.x is not None)
+    groups = range(spec.weights)
+    xs: list[TensorOrQuantized] = []
+    pending_x: Pending[list[TensorOrQuantized]] = Done(xs)
+    if stage.needs_wgrad:
+        xs = [_kept_input(args, stage, saved, group, spread) for group in groups]
+        pending_x = comm.start_gather(xs) if gathers_x else Done(xs)
+    quantized, plain, rows = _exchanged_gradients(args, stage, source, spread, result)
+    del source
+    pending_dx: Pending[Tensor] | None = None
+    if stage.needs_dgrad:
+        das = []
+        for group in groups:
+            dy = quantized[group] if stage.dgrad and quantized else plain[group]
+            da = _dgrad(args, stage, dy, args.weights[index][group], rows[group], comm.wire_dtype)
+            das.append(da if spread is None or plan.dx is Move.REDUCE_SCATTER else spread[group].drop_whole(da))
+        if plan.dx is Move.REDUCE_SCATTER and spread is not None:
+            whole = by_rank(das, spread)
+        else:
+            whole = das[0] if len(das) == 1 else torch.cat(das)
+        del das
+        pending_dx = comm.start_reduce(plan.dx, whole)
+        del whole
+    if stage.needs_wgrad:
+        for group, x in enumerate(pending_x.wait()):
+            dy = plain[group] if not (stage.wgrad and quantized) else quantized[group]
+            if stage.wgrad and isinstance(dy, QuantizedStorage):
+                assert stage.dy_column is not None
+                dy = dy._planes_of(stage.dy_column)
+            if stage.dequantized_backward or not stage.wgrad:
+                x = high_precision(x, args.x_dtype)
+            _wgrad(args, stage, dy, x, stage.weight_slot + group, result)
+    if pending_dx is None:
+        return None
+    da = pending_dx.wait()
+    if plan.dx is Move.REDUCE_SCATTER and spread is not None:
+        da = of_groups(da, spread)
+    return da.to(args.x_dtype)
+
+
+def _exchanged_gradients(
+    args: BwdArgs, stage: StageConfig, source: Producer, spread: list[GroupRows] | None, result: BwdResult
+) -> tuple[list[QuantizedStorage], list[Tensor], list[int]]:
+    """dy of every group as the products read it: quantized, in high precision, or both; and its rows."""
+    comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
+    gathers = plan.dy is Move.ALL_GATHER
+    sizes = [source.shape[0]]
+    if spec.groups:
+        assert args.splits is not None
+        sizes = list(args.splits) if spread is None else [g.mine if gathers else g.whole for g in spread]
+    parts = split_rows(source, sizes) if spec.groups else [source]
+    quantized: list[QuantizedStorage] = []
+    plain: list[Tensor] = []
+    for group, part in enumerate(parts):
+        if stage.needs_bias_grad:
+            part.want_column_sums()
+        if stage.dy is not None:
+            seed = None if args.seeds is None else args.seeds[stage.seed_index(group)]
+            quantized.append(
+                quantize_operand(
+                    args.config, stage, "grad_output", stage.dy, laid_out(part, spread, group, not gathers),
+                    args.scales, args.amaxes, seed, group, laid_out_rows(spread, group, not gathers),
+                )
+            )  # fmt: skip
+        made = _plain_gradient(stage, part, quantized[-1] if quantized else None)
+        if made is not None and spread is not None:
+            made = spread[group].pad_mine(made) if gathers else spread[group].pad_whole(made)
+        if made is not None:
+            plain.append(made)
+        if stage.needs_bias_grad:
+            slot = stage.bias_slot + group
+            dtype = args.param_dtypes[slot]
+            assert dtype is not None
+            # A row-parallel layer's bias met this rank's rows only: the others' sums are missing.
+            sums = _column_sums(part, torch.float32 if gathers else dtype)
+            result.dparams[slot] = comm.sum_gradient(sums).to(dtype) if gathers else sums
+    if gathers and (stage.needs_dgrad or stage.needs_wgrad):
+        together = comm.start_gather([*quantized, *plain]).wait()
+        quantized = [t for t in together if isinstance(t, QuantizedStorage)]
+        plain = [t for t in together if isinstance(t, Tensor)]
+    rows = sizes if spread is None else [g.padded_whole for g in spread]
+    return quantized, plain, rows
+
+
+def _column_sums(part: Producer, dtype: torch.dtype) -> Tensor:
+    """Of a rank's part, which may be empty: no kernel for nothing."""
+    if not kernels.is_shapes_only() and part.numel() == 0:
+        return torch.zeros(part.shape[1], dtype=dtype, device=part.device)
+    return kernels.column_sums(part, dtype)
+
+
+def _kept_input(
+    args: BwdArgs, stage: StageConfig, saved: StageSaved, group: int, spread: list[GroupRows] | None
+) -> TensorOrQuantized:
+    """x as wgrad will read it, still quantized where it was, and padded like what it is gathered with."""
+    is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+    x = _wgrad_input(args, stage, saved, group, laid_out_rows(spread, group, is_whole), spread)
+    if spread is None or not isinstance(x, Tensor):
+        return x
+    x = x.to(args.x_dtype)
+    return spread[group].pad_whole(x) if is_whole else spread[group].pad_mine(x)
 
 
 def _plain_gradient(stage: StageConfig, source: Producer, quantized: QuantizedStorage | None) -> Tensor | None:
@@ -134,18 +259,33 @@ def _plain_gradient(stage: StageConfig, source: Producer, quantized: QuantizedSt
     return None
 
 
-def _dgrad(args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, weight: TensorOrQuantized, rows: int) -> Tensor:
+def _dgrad(
+    args: BwdArgs,
+    stage: StageConfig,
+    dy: TensorOrQuantized,
+    weight: TensorOrQuantized,
+    rows: int,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     if stage.dequantized_backward:
         weight = high_precision(weight, args.x_dtype)
     elif args.config.flags.gathered:
         weight = column_of_weight(stage, weight)
     elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
         weight = weight.to(dy.dtype)
-    da = gemm(dy, weight, kind="dgrad", out_dtype=args.x_dtype, use_split_accumulator=stage.split_accumulator[1])
+    out_dtype = out_dtype or args.x_dtype
+    da = gemm(dy, weight, kind="dgrad", out_dtype=out_dtype, use_split_accumulator=stage.split_accumulator[1])
     return first_rows(da, rows)
 
 
-def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved, group: int) -> TensorOrQuantized:
+def _wgrad_input(
+    args: BwdArgs,
+    stage: StageConfig,
+    saved: StageSaved,
+    group: int,
+    padded_to: int | None = None,
+    spread: list[GroupRows] | None = None,
+) -> TensorOrQuantized:
     """x as wgrad reads it: the plane that was kept, or the layer's input again."""
     if saved.x is not None and (len(saved.x) == stage.spec.weights or not stage.spec.groups):
         x = saved.x[group]
@@ -157,11 +297,16 @@ def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved, group: in
             assert isinstance(whole, Tensor) and args.splits is not None
             x = whole.split(args.splits)[group]
     if stage.dequantized_backward or not stage.wgrad:
-        return high_precision(x, args.x_dtype)
+        # What other ranks need of it travels quantized.
+        return x if spread is not None else high_precision(x, args.x_dtype)
     if stage.wgrad and isinstance(x, Tensor) and stage.x is not None:  # save_original_input
         column = stage.x.with_usage(rowwise=False, columnwise=True)
         scratch = None if args.amaxes is None else torch.zeros_like(args.amaxes)  # forward has recorded it
-        return quantize_operand(args.config, stage, "input", column, Plain(x), args.scales, scratch, group=group)
+        is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+        return quantize_operand(
+            args.config, stage, "input", column, laid_out(Plain(x), spread, group, is_whole), args.scales, scratch,
+            group=group, padded_to=padded_to,
+        )  # fmt: skip
     return x
 
 
@@ -229,8 +374,14 @@ def _through_producer(
         weight_grad=wants_weight,
         bias_grad=wants_bias,
     )
+    if stage.spec.comm.plan.x is Move.ALL_GATHER:  # the norm saw this rank's rows only
+        dweight, dbias = (None if g is None else _summed(stage.spec.comm, g) for g in (dweight, dbias))
     result.dparams[slot], result.dparams[slot + 1] = dweight, dbias
     return Plain(dx)
+
+
+def _summed(comm: Comm, gradient: Tensor) -> Tensor:
+    return comm.sum_gradient(gradient.float()).to(gradient.dtype)
 
 
 def run_delayed(products: Sequence[Any]) -> dict[int, Tensor]:

@@ -69,6 +69,20 @@ class LayerSpec(Value):
         return sum(stage.param_count for stage in self.stages)
 
     @property
+    def communicates(self) -> bool:
+        """Whether other ranks take part in this layer."""
+        return not all(stage.comm.is_local for stage in self.stages)
+
+    @property
+    def shards_rows(self) -> bool:
+        """Whether rows are spread over the ranks on one side of some stage."""
+        return any(stage.comm.shards_rows for stage in self.stages)
+
+    @property
+    def group_name(self) -> str:
+        return next((stage.comm.group_name for stage in self.stages if not stage.comm.is_local), "")
+
+    @property
     def seed_count(self) -> int:
         """How many seeds stochastic rounding draws: one per weight, so that groups are rounded independently."""
         return sum(stage.weights for stage in self.stages)
@@ -91,6 +105,8 @@ class CallFlags(Value):
         weight_grad_dtype: of the weights' gradients; None is each weight's own.
         device_splits: the rows of each group are known on the device only, see pipeline/device_groups.py.
         gathered: the weights come quantized, with the planes that had to be gathered (tensors/gathered.py).
+        shards: under sequence parallelism the entries of the first dimension that each rank has, or those of each of
+            its groups; () if all ranks have as many.
     """
 
     input_grad: bool
@@ -99,6 +115,7 @@ class CallFlags(Value):
     weight_grad_dtype: torch.dtype | None = None
     device_splits: bool = False
     gathered: bool = False
+    shards: tuple[int | tuple[int, ...], ...] = ()
 
     @property
     def any_grad(self) -> bool:
@@ -118,6 +135,8 @@ class StageConfig:
         fprop, dgrad, wgrad: whether each product runs on quantized operands.
         needs_dgrad, needs_wgrad, needs_bias_grad, needs_norm_grad: what backward computes.
         first_scale: index of this stage's first scale under delayed scaling.
+        x_row: quantizer of the plane of x that fprop reads, and that is gathered for it.
+        shard_block: rows that a shard is padded to a multiple of, where rows are spread over ranks.
     """
 
     spec: StageSpec
@@ -139,6 +158,8 @@ class StageConfig:
     split_accumulator: tuple[bool | None, bool | None, bool | None]
     first_scale: int
     first_param: int
+    x_row: Quantizer | None = None
+    shard_block: int = 1
 
     @property
     def weight_slot(self) -> int:
@@ -163,6 +184,7 @@ class LayerConfig:
     recipe: Recipe | None
     stages: tuple[StageConfig, ...]
     delayed: bool
+    communicates: bool = False
 
     @property
     def draws_seed(self) -> bool:
@@ -186,7 +208,7 @@ def resolve(spec: LayerSpec, recipe: Recipe | None, flags: CallFlags) -> LayerCo
         stages.append(_stage(spec, stage, recipe, flags, below, scale, param))
         scale += len(OPERANDS) * stage.weights
         param += stage.param_count
-    return LayerConfig(spec, flags, recipe, tuple(stages), isinstance(recipe, DelayedScaling))
+    return LayerConfig(spec, flags, recipe, tuple(stages), isinstance(recipe, DelayedScaling), spec.communicates)
 
 
 def _quantizer(recipe: Recipe | None, role: QuantizerRole) -> Quantizer | None:
@@ -244,18 +266,23 @@ def _stage(
             dgrad_plane = weight
     products = () if recipe is None else (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     splits = tuple(product.use_split_accumulator for product in products) or (None, None, None)
+    x_planes = _planes(x, fprop or x_row, x_column)
+    dy_planes = _planes(
+        dy,
+        (dgrad and needs_dgrad) or (wgrad and needs_wgrad and flags.device_splits),
+        wgrad and needs_wgrad and not flags.device_splits,
+    )
+    block = 1
+    if stage.comm.shards_rows:  # both operands of wgrad in the same rows
+        block = max([1, *(max(q.block_rows, q.row_multiple) for q in (x_planes, dy_planes) if q is not None)])
     return StageConfig(
         spec=stage,
-        x=_planes(x, fprop or x_row, x_column),
+        x=x_planes,
         x_saved=saved,
         weight=weight,
         dgrad_plane=dgrad_plane,
         derives_column=derives_column and dgrad,
-        dy=_planes(
-            dy,
-            (dgrad and needs_dgrad) or (wgrad and needs_wgrad and flags.device_splits),
-            wgrad and needs_wgrad and not flags.device_splits,
-        ),
+        dy=dy_planes,
         dy_column=_planes(dy, False, True),
         fprop=fprop,
         dgrad=dgrad,
@@ -268,6 +295,8 @@ def _stage(
         split_accumulator=splits,  # type: ignore[arg-type]
         first_scale=scale,
         first_param=param,
+        x_row=_planes(x_planes, True, False) if x_planes is not None and x_planes.rowwise else None,
+        shard_block=block,
     )
 
 

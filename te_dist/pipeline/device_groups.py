@@ -50,7 +50,9 @@ def check_offsets(offsets: Tensor, rows: int) -> None:
     )
 
 
-def fprop(args: FwdArgs, stage: StageConfig, x: TensorOrQuantized, weights: list[TensorOrQuantized]) -> Tensor:
+def fprop(
+    args: FwdArgs, stage: StageConfig, x: TensorOrQuantized, weights: list[TensorOrQuantized], *, with_bias: bool
+) -> Tensor:
     offsets = args.offsets
     assert offsets is not None
     features = weights[0].shape[0]
@@ -58,11 +60,18 @@ def fprop(args: FwdArgs, stage: StageConfig, x: TensorOrQuantized, weights: list
         return torch.empty((x.shape[0], features), dtype=args.out_dtype, device=x.device)
     check_offsets(offsets, x.shape[0])
     y = _rows_product("fprop", x, weights, offsets, wants_float32=stage.split_accumulator[0] is True)
-    biases = args.params[stage.bias_slot : stage.bias_slot + stage.spec.groups]
-    if stage.spec.has_bias:
-        table = torch.stack([bias for bias in biases if bias is not None]).to(y.dtype)
-        y = y + table[_group_of_rows(offsets, y.shape[0])]
+    if with_bias:
+        y = add_bias(args, stage, y)
     return y.to(args.out_dtype)
+
+
+def add_bias(args: FwdArgs, stage: StageConfig, y: Tensor) -> Tensor:
+    """Each row plus the bias of its group."""
+    if kernels.is_shapes_only() or args.offsets is None:
+        return y
+    biases = args.params[stage.bias_slot : stage.bias_slot + stage.spec.groups]
+    table = torch.stack([bias for bias in biases if bias is not None]).to(y.dtype)
+    return y + table[_group_of_rows(args.offsets, y.shape[0])]
 
 
 def backward_products(

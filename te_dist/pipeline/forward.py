@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_dist import kernels
+from te_dist import kernels, transport
 from te_dist.gemm import gemm
 from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import FwdArgs, FwdResult, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import first_rows, quantize_operand, split_rows
+from te_dist.pipeline.shards import GroupRows, by_rank, laid_out, laid_out_rows, of_groups, stage_rows
 from te_dist.plan import Move
 from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
 from te_dist.tensors.quantized_tensor import QuantizedTensor
@@ -20,25 +21,49 @@ from te_dist.tensors.storage import QuantizedStorage
 
 
 def layer_forward(args: FwdArgs) -> FwdResult:
+    config = args.config
+    if not config.communicates:
+        return _stages_forward(args, [None] * len(config.stages))
+    with transport.layer_scope(config.spec.name or config.spec.module_type, "forward", config.spec.group_name):
+        return _stages_forward(args, stage_rows(config, args.x.shape[0], args.splits, args.unit))
+
+
+def _stages_forward(args: FwdArgs, rows: list[list[GroupRows] | None]) -> FwdResult:
     x = args.x
     norm_output: Tensor | None = None
     saved: list[StageSaved] = []
     for index, stage in enumerate(args.config.stages):
         kept = StageSaved()
+        spread = rows[index]
         operands: Sequence[TensorOrQuantized]
         if isinstance(x, QuantizedStorage):
-            operands = [x]
+            operands = [_whole_blocks(args, stage, x, spread)]
             if stage.needs_wgrad and stage.x_saved is not None and not args.config.spec.save_original_input:
                 kept.x = [x.with_usage(rowwise=stage.x_saved.rowwise, columnwise=stage.x_saved.columnwise)]
         else:
             source = _produce(args, stage, x, kept, first=index == 0)
             if stage.spec.produce == NORM and args.config.spec.return_norm_output:
                 norm_output = kernels.materialize(source)
-            operands = _operands(args, stage, source, kept, first=index == 0)
-        x = _multiply(args, stage, operands, args.weights[index], x.shape[0])
+            operands = _operands(args, stage, source, kept, index == 0, spread)
+        if stage.spec.comm.is_local:
+            x = _multiply(args, stage, operands, args.weights[index], x.shape[0])
+        else:
+            x = _multiply_and_exchange(args, stage, operands, args.weights[index], x.shape[0], spread, kept)
         saved.append(kept)
     assert isinstance(x, Tensor)
     return FwdResult(x, norm_output, saved)
+
+
+def _whole_blocks(
+    args: FwdArgs, stage: StageConfig, x: QuantizedStorage, spread: list[GroupRows] | None
+) -> QuantizedStorage:
+    """A quantized input, which cannot be padded any more."""
+    if spread is not None and not spread[0].is_even:
+        raise ValueError(
+            f"{args.config.spec.name or args.config.spec.module_type} expects a quantized input whose rows are a "
+            f"multiple of {stage.shard_block} and equal on all ranks but got {spread[0].rows} rows"
+        )
+    return x
 
 
 def _produce(args: FwdArgs, stage: StageConfig, x: Tensor, kept: StageSaved, first: bool) -> Producer:
@@ -60,7 +85,12 @@ def _produce(args: FwdArgs, stage: StageConfig, x: Tensor, kept: StageSaved, fir
 
 
 def _operands(
-    args: FwdArgs, stage: StageConfig, source: Producer, kept: StageSaved, first: bool
+    args: FwdArgs,
+    stage: StageConfig,
+    source: Producer,
+    kept: StageSaved,
+    first: bool,
+    spread: list[GroupRows] | None = None,
 ) -> list[TensorOrQuantized]:
     """fprop's operand of every group; what wgrad will need of them goes to `kept`."""
     is_input = first and isinstance(source, Plain)
@@ -71,10 +101,14 @@ def _operands(
     sources = split_rows(source, args.splits) if stage.spec.groups and args.offsets is None else [source]
     quantized: list[QuantizedStorage] = []
     if quantizer is not None:
+        is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
         quantized = [
-            quantize_operand(args.config, stage, "input", quantizer, part, args.scales, args.amaxes, group=group)
+            quantize_operand(
+                args.config, stage, "input", quantizer, laid_out(part, spread, group, is_whole), args.scales,
+                args.amaxes, group=group, padded_to=laid_out_rows(spread, group, is_whole),
+            )
             for group, part in enumerate(sources)
-        ]
+        ]  # fmt: skip
     if stage.needs_wgrad and not keep_original:
         if quantized and stage.x_saved is not None:
             saved_plane = stage.x_saved
@@ -101,28 +135,106 @@ def _multiply(
     rows: int,
 ) -> Tensor:
     if args.offsets is not None:
-        return device_groups.fprop(args, stage, operands[0], weights)
-    comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
-    after = plan.y is not Move.NONE  # a bias is added once, not by every rank
+        return device_groups.fprop(args, stage, operands[0], weights, with_bias=stage.spec.has_bias)
+    spec = stage.spec
     sizes = args.splits if spec.groups and args.splits is not None else [rows]
-    results = []
-    for group, (operand, weight, size) in enumerate(zip(operands, weights, sizes, strict=True)):
-        bias = args.params[stage.bias_slot + group] if spec.has_bias and not after else None
-        if not stage.fprop and isinstance(weight, QuantizedStorage):  # quantized for dgrad alone
-            weight = _unquantized(args.params[stage.weight_slot + group], weight, args.out_dtype)
-        elif isinstance(weight, Tensor):
-            weight = weight.detach().to(args.out_dtype)
-        gathered = comm.gather(plan.x, operand)
-        y = gemm(
-            gathered,
-            weight,
-            kind="fprop",
-            out_dtype=args.out_dtype,
-            bias=bias,
-            use_split_accumulator=stage.split_accumulator[0],
-        )
-        size = size * comm.size if plan.x is Move.ALL_GATHER else size
-        results.append(first_rows(y, size))
-    y = comm.reduce(plan.y, results[0] if len(results) == 1 else torch.cat(results))
-    bias = args.params[stage.bias_slot] if spec.has_bias and after else None
-    return y if bias is None else y + bias.to(y.dtype)
+    results = [
+        first_rows(_product(args, stage, operand, weight, group, spec.has_bias), size)
+        for group, (operand, weight, size) in enumerate(zip(operands, weights, sizes, strict=True))
+    ]
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _product(
+    args: FwdArgs,
+    stage: StageConfig,
+    operand: TensorOrQuantized,
+    weight: TensorOrQuantized,
+    group: int,
+    with_bias: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if not stage.fprop and isinstance(weight, QuantizedStorage):  # quantized for dgrad alone
+        weight = _unquantized(args.params[stage.weight_slot + group], weight, args.out_dtype)
+    elif isinstance(weight, Tensor):
+        weight = weight.detach().to(args.out_dtype)
+    return gemm(
+        operand,
+        weight,
+        kind="fprop",
+        out_dtype=out_dtype or args.out_dtype,
+        bias=args.params[stage.bias_slot + group] if with_bias else None,
+        use_split_accumulator=stage.split_accumulator[0],
+    )
+
+
+def _multiply_and_exchange(
+    args: FwdArgs,
+    stage: StageConfig,
+    operands: Sequence[TensorOrQuantized],
+    weights: list[TensorOrQuantized],
+    rows: int,
+    spread: list[GroupRows] | None,
+    kept: StageSaved,
+) -> Tensor:
+    """``_multiply`` with other ranks: x is gathered before, or y reduced after the product."""
+    spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
+    reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
+    wire_dtype = comm.wire_dtype if reduced else None
+    if args.offsets is not None:
+        y = device_groups.fprop(args, stage, operands[0], weights, with_bias=spec.has_bias and not reduced)
+        y = comm.start_reduce(plan.y, y).wait()
+        return device_groups.add_bias(args, stage, y) if spec.has_bias and reduced else y
+    sizes = list(args.splits) if spec.groups and args.splits is not None else [rows]
+    if plan.x is Move.ALL_GATHER:
+        assert spread is not None
+        operands = _gathered(stage, operands, spread, kept)
+    elif spread is not None:
+        operands = [
+            g.pad_whole(operand) if isinstance(operand, Tensor) else operand
+            for operand, g in zip(operands, spread, strict=True)
+        ]
+    results = [
+        _product(args, stage, operand, weight, group, spec.has_bias and not reduced, wire_dtype)
+        for group, (operand, weight) in enumerate(zip(operands, weights, strict=True))
+    ]
+    if plan.y is Move.REDUCE_SCATTER:
+        assert spread is not None
+        y = comm.start_reduce(plan.y, by_rank(results, spread)).wait()
+        y, sizes = of_groups(y, spread), [g.mine for g in spread]
+    else:
+        if spread is not None:
+            results = [g.drop_whole(result) for g, result in zip(spread, results, strict=True)]
+        else:
+            results = [first_rows(result, size) for result, size in zip(results, sizes, strict=True)]
+        y = comm.start_reduce(plan.y, results[0] if len(results) == 1 else torch.cat(results)).wait()
+    if spec.has_bias and reduced:
+        y = _add_biases(args, stage, y, sizes)
+    return y.to(args.out_dtype)
+
+
+def _gathered(
+    stage: StageConfig, operands: Sequence[TensorOrQuantized], spread: list[GroupRows], kept: StageSaved
+) -> list[TensorOrQuantized]:
+    """All ranks' rows of x, in the plane that fprop reads; with wgrad's too if that is to be kept."""
+    comm = stage.spec.comm
+    mine: list[TensorOrQuantized] = []
+    for operand, g in zip(operands, spread, strict=True):
+        if isinstance(operand, Tensor):
+            mine.append(g.pad_mine(operand))
+        elif stage.x_row is None or comm.keeps_gathered:
+            mine.append(operand)
+        else:
+            mine.append(operand._planes_of(stage.x_row))
+    gathered = comm.start_gather(mine).wait()
+    if comm.keeps_gathered and kept.x is not None and stage.x_saved is not None:
+        plane = stage.x_saved
+        kept.x = [whole._planes_of(plane) for whole in gathered if isinstance(whole, QuantizedStorage)]
+    return gathered
+
+
+def _add_biases(args: FwdArgs, stage: StageConfig, y: Tensor, sizes: list[int]) -> Tensor:
+    biases = [args.params[stage.bias_slot + group] for group in range(stage.spec.weights)]
+    parts = [y] if len(biases) == 1 else y.split(sizes)
+    made = [part if bias is None else part + bias.to(y.dtype) for part, bias in zip(parts, biases, strict=True)]
+    return made[0] if len(made) == 1 else torch.cat(made)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist.kernels import as_rows
+from te_dist.kernels import as_rows, is_shapes_only
 from te_dist.pipeline.args import BwdArgs, FwdArgs, TensorOrQuantized
 from te_dist.pipeline.backward import layer_backward
 from te_dist.pipeline.config import NORM, CallFlags, LayerConfig, LayerSpec, resolve
@@ -28,6 +28,7 @@ from te_dist.pipeline.saved import (
     needs_input,
     rebuild_saved,
 )
+from te_dist.pipeline.shards import out_lead, stage_rows
 from te_dist.pipeline.weights import dgrad_operand
 from te_dist.recipe import NoRecipe, Recipe
 from te_dist.tensors.storage import QuantizedStorage
@@ -49,6 +50,7 @@ class LayerCall:
     seeds: Tensor | None = None
     splits: list[int] | None = None
     offsets: Tensor | None = None
+    unit: int = 1  # rows per entry of the input's first dimension
     main_grads: list[Tensor | None] | None = None
     overwrite_main_grads: frozenset[int] = frozenset()
     placeholder_grads: frozenset[int] = frozenset()  # slots that get an uninitialised gradient beside their main_grad
@@ -66,6 +68,7 @@ def forward_args(call: LayerCall, params: Sequence[Tensor | None]) -> FwdArgs:
         amaxes=call.amaxes,
         splits=call.splits,
         offsets=call.offsets,
+        unit=call.unit,
     )
 
 
@@ -96,7 +99,8 @@ class EagerLayer(torch.autograd.Function):
         # What autograd holds now must not be held a second time: it is to be freed after backward.
         call.x, call.weights = None, []  # type: ignore[assignment]
         call.scales = call.seeds = call.offsets = None
-        out = result.out if len(call.lead) == 1 else result.out.view(*call.lead, result.out.shape[-1])
+        lead = call.lead if not config.communicates else out_lead(config, call.lead, result.out.shape[0])
+        out = result.out if len(lead) == 1 else result.out.view(*lead, result.out.shape[-1])
         if not config.spec.return_norm_output:
             return out
         assert result.norm_output is not None
@@ -115,13 +119,14 @@ class EagerLayer(torch.autograd.Function):
         for stage in config.stages:
             params[stage.first_param] = next(operands)
             weights.append([next(operands) for _ in range(stage.spec.weights)])
+        spread = stage_rows(config, ctx.rows, call.splits, call.unit) if config.communicates else None
         args = BwdArgs(
             dy=_matrix(dy, call.out_dtype),
             dnorm_output=None if dnorm_output is None else _matrix(dnorm_output, ctx.x_dtype),
             x=x,
             params=params,
             weights=weights,
-            saved=rebuild_saved(config, tensors, ctx.rows, ctx.depths, ctx.x_dtype, call.splits),
+            saved=rebuild_saved(config, tensors, ctx.rows, ctx.depths, ctx.x_dtype, call.splits, spread),
             config=config,
             x_dtype=ctx.x_dtype,
             param_dtypes=ctx.param_dtypes,
@@ -133,6 +138,7 @@ class EagerLayer(torch.autograd.Function):
             wgrad_store=call.wgrad_store,
             splits=call.splits,
             offsets=offsets,
+            rows=spread,
         )
         # Unless the graph is retained, nobody else holds what was saved: each stage frees what it has used.
         release_saved_tensors(ctx)
@@ -193,4 +199,8 @@ def config_of(spec: LayerSpec, recipe: Recipe, flags: CallFlags) -> LayerConfig:
 
 def draw_seeds(spec: LayerSpec, like: Tensor) -> Tensor:
     """int64 [seed_count, 2] from torch's generator, which activation checkpointing restores before it recomputes."""
-    return torch.randint(0, 2**62, (spec.seed_count, 2), dtype=torch.int64, device=like.device)
+    seeds = torch.randint(0, 2**62, (spec.seed_count, 2), dtype=torch.int64, device=like.device)
+    if not spec.communicates or is_shapes_only():
+        return seeds
+    parts = seeds.split([stage.weights for stage in spec.stages])
+    return torch.cat([stage.comm.own_seeds(part) for stage, part in zip(spec.stages, parts, strict=True)])

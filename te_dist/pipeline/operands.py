@@ -28,16 +28,22 @@ def quantize_operand(
     amaxes: Tensor | None,
     seed: Tensor | None = None,
     group: int = 0,
+    padded_to: int | None = None,
 ) -> QuantizedStorage:
-    """Quantize a produced matrix as one operand of a stage; under delayed scaling with the operand's own scale."""
+    """Quantize a produced matrix as one operand of a stage; under delayed scaling with the operand's own scale.
+
+    `padded_to`: rows of the result where they are spread over ranks; `source` has as many then, but for the last.
+    """
     rows, cols = source.shape
-    wanted = padded_rows(quantizer, rows)
+    wanted = padded_rows(quantizer, rows) if padded_to is None else padded_to
     # A fake needs the shape alone, and asking whether there is something to pad would tie a graph to the answer.
-    if not kernels.is_shapes_only() and wanted != rows:
+    if kernels.is_shapes_only() and padded_to is not None:
+        source = Plain(torch.empty((wanted, cols), dtype=source.dtype, device=source.device))
+    elif not kernels.is_shapes_only() and wanted != rows:
         matrix = kernels.materialize(source)
         padded = Plain(torch.nn.functional.pad(matrix, (0, 0, 0, wanted - rows)))
         source = padded
-    amax_group = None if operand == "weight" else stage.spec.comm.amax_group
+    amax_group = stage.spec.comm.amax_group(operand)
     if config.delayed:
         assert scales is not None and amaxes is not None
         index = stage.scale_index(operand, group)

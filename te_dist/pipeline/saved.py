@@ -12,6 +12,7 @@ from te_dist.kernels import as_rows
 from te_dist.pipeline.args import StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import IDENTITY, NORM, LayerConfig, StageConfig
 from te_dist.pipeline.operands import padded_rows
+from te_dist.pipeline.shards import GroupRows, saved_rows
 from te_dist.quantizers import Quantizer
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -76,10 +77,12 @@ def rebuild_saved(
     depths: list[int],
     dtype: torch.dtype,
     splits: list[int] | None,
+    spread: list[list[GroupRows] | None] | None = None,
 ) -> list[StageSaved]:
-    """The inverse of ``flatten_saved``. `depths`: K of every stage."""
+    """The inverse of ``flatten_saved``. `depths`: K of every stage; `spread`: see pipeline/shards.py."""
     result = []
     for index, (stage, depth) in enumerate(zip(config.stages, depths, strict=True)):
+        groups = None if spread is None else spread[index]
         kept = StageSaved()
         first = index == 0
         if stage.needs_wgrad and not keeps_input(config, stage, first):
@@ -88,7 +91,8 @@ def rebuild_saved(
                 kept.x = [as_rows(next(tensors))]
             else:
                 plane = stage.x_saved
-                kept.x = [assemble(tensors, plane, (padded_rows(plane, size), depth), dtype) for size in sizes]
+                rows_of = [padded_rows(plane, size) for size in sizes] if groups is None else saved_rows(stage, groups)
+                kept.x = [assemble(tensors, plane, (size, depth), dtype) for size in rows_of]
         if stage.spec.produce != IDENTITY and stage.needs_dgrad:
             kept.produced_from = None if first else next(tensors)
             if stage.spec.produce == NORM:

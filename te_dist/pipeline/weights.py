@@ -23,6 +23,7 @@ def quantize_weight(
     update_workspace: bool = True,
     skip_update_flag: Tensor | None = None,
     cache: bool = False,
+    group: str | None = None,
 ) -> tuple[TensorOrQuantized, QuantizedStorage | None]:
     """The weight that a GEMM reads, and the new workspace if one was made to be kept.
 
@@ -34,6 +35,7 @@ def quantize_weight(
         skip_update_flag: float32 [1] on the device. Given, the workspace is always written, by a kernel that leaves
             it alone where the flag is not 0: so a CUDA graph can decide at replay.
         cache: return a newly quantized weight as a workspace too.
+        group: name of the process group over which a per-tensor amax is reduced, if the weight is a shard.
     """
     if isinstance(tensor, QuantizedTensor):
         return tensor.quantized_storage, None
@@ -44,9 +46,10 @@ def quantize_weight(
     if workspace is not None and serves(workspace, quantizer, tensor):
         if update_workspace or skip_update_flag is not None:
             writer = quantizer.with_usage(rowwise=workspace.has_rowwise, columnwise=workspace.has_columnwise)
-            writer._quantize_into(kernels.as_rows(tensor.detach()), workspace, None, skip_update_flag, None)
+            writer._quantize_into(kernels.as_rows(tensor.detach()), workspace, group, skip_update_flag, None)
         return workspace, None
-    made = quantizer.quantize_produced(Plain(kernels.as_rows(tensor.detach())), tensor.shape)
+    source = Plain(kernels.as_rows(tensor.detach()))
+    made = quantizer.quantize_produced(source, tensor.shape, amax_reduction_group=group)
     return made, made if cache else None
 
 

@@ -1,0 +1,454 @@
+"""Layers over several ranks against one process: bit-equal where no sum crosses ranks, close where one does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import FLOORS
+from parallel_cases import (
+    MODES,
+    RECIPES,
+    SUMMED,
+    compare,
+    linear,
+    local,
+    parallel_twin,
+    param_dim,
+    part,
+    sample,
+    shake,
+    sizes,
+    step,
+    tp_mesh,
+)
+
+import te_dist
+from te_dist import recipe as recipes
+from te_dist.formats import ceil_div, round_up
+from te_dist.parallel import comm_report, sequence_shards, shard_sizes
+
+Pools = Callable[[int], Any]
+
+
+def expected_parts(
+    one: dict[str, torch.Tensor], twin: Any, mode: str, sp: bool, rank: int, world: int
+) -> dict[str, torch.Tensor]:
+    """This rank's part of what one process got."""
+    rows = 0 if sp else None
+    y_dim, dx_dim = (1, rows) if mode == "column" else (rows, 1)
+    made = {"y": part(one["y"], y_dim, rank, world), "dx": part(one["dx"], dx_dim, rank, world)}
+    for name in one:
+        if name not in made:
+            made[name] = part(one[name], param_dim(twin, name), rank, world)
+    return made
+
+
+def linear_matches(rank: int, world: int, device: str, kind: str, names: list[str], options: dict[str, Any]) -> None:
+    m, k, n = sizes(world)
+    wrong: list[str] = []
+    for recipe in names:
+        for label, (mode, sp) in MODES.items():
+            if kind == "layernorm_linear" and mode == "row":
+                continue
+            layer = linear(kind, k, n, RECIPES[recipe], device)
+            twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=sp, **options)
+            x, dy = sample(m, k, device, 1), sample(m, n, device, 2)
+            x_dim, dy_dim = (0 if sp else None, 1) if mode == "column" else (1, 0 if sp else None)
+            exact = {"weight", "bias"} | ({"y"} if mode == "column" else {"dx"})
+            if sp and mode == "row":
+                exact -= {"bias"}  # summed over the ranks
+            if kind == "layernorm_linear" and sp:
+                # The norm's own sums over rows are made rank by rank.
+                exact -= {"layer_norm_weight", "layer_norm_bias"}
+            for _ in range(2 if recipe == "delayed" else 1):  # a second step has scales that were recorded
+                one = step(layer, x, dy)
+                mine = step(twin, part(x, x_dim, rank, world), part(dy, dy_dim, rank, world))
+                expected = expected_parts(one, twin, mode, sp, rank, world)
+                wrong += compare(f"{recipe} {label}", mine, expected, exact, SUMMED)
+            if recipe == "delayed":
+                for buffer in ("fp8_scale", "fp8_amax_history"):
+                    if not torch.equal(getattr(layer, buffer), getattr(twin, buffer)):
+                        wrong.append(f"{label} {buffer}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_linear_matches_one_process(rank_pools: Pools, device: str, world: int, kind: str) -> None:
+    names = list(RECIPES) if world == 2 else ["current", "mxfp8"]
+    rank_pools(world).run(linear_matches, device, kind, names, {}, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- LayerNormMLP
+def mlp_matches(rank: int, world: int, device: str, names: list[str], activation: str) -> None:
+    m, k, n = sizes(world)
+    wrong: list[str] = []
+    for recipe in names:
+        for sp in (False, True):
+            layer = linear(
+                "layernorm_mlp", k, n, RECIPES[recipe], device, activation=activation, split_gate=activation == "swiglu"
+            )
+            twin = parallel_twin(layer, tp_mesh(world, device), "column", sequence_parallel=sp)
+            x, dy = sample(m, k, device, 1), sample(m, k, device, 2)
+            rows = 0 if sp else None
+            one = step(layer, x, dy)
+            mine = step(twin, part(x, rows, rank, world), part(dy, rows, rank, world))
+            expected = {
+                name: part(value, rows if name in ("y", "dx") else param_dim(twin, name), rank, world)
+                for name, value in one.items()
+            }
+            # dy reaches fc2 as it was; what comes after fc1's gradient has crossed ranks.
+            exact = {"fc2_weight"} | ({"fc2_bias"} if not sp else set())
+            exact |= {name for name in one if name.startswith("fc1_")}
+            wrong += compare(f"{recipe} sp={sp}", mine, expected, exact, SUMMED)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("world", "activation"), [(2, "gelu"), (2, "swiglu"), (4, "swiglu")])
+def test_mlp_matches_one_process(rank_pools: Pools, device: str, world: int, activation: str) -> None:
+    names = list(RECIPES) if world == 2 else ["current", "nvfp4"]
+    rank_pools(world).run(mlp_matches, device, names, activation, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- GroupedLinear
+def rank_order(rows_by_rank: list[list[int]]) -> list[int]:
+    """Positions of a group-by-group whole in the order in which the ranks' shards, one after another, have them."""
+    starts, at = {}, 0
+    for group in range(len(rows_by_rank[0])):
+        for rank in range(len(rows_by_rank)):
+            starts[rank, group] = at
+            at += rows_by_rank[rank][group]
+    return [
+        starts[rank, group] + i
+        for rank in range(len(rows_by_rank))
+        for group in range(len(rows_by_rank[0]))
+        for i in range(rows_by_rank[rank][group])
+    ]
+
+
+def grouped_matches(
+    rank: int, world: int, device: str, names: list[str], rows: list[list[int]], equal: bool, single: bool
+) -> None:
+    """`rows`: of each group, for each rank. The whole holds group 0 of rank 0, of rank 1, ..., then group 1."""
+    _, k, n = sizes(world)
+    totals = [sum(r[g] for r in rows) for g in range(3)]
+    m = sum(totals)
+    order = torch.tensor(rank_order(rows), dtype=torch.int64, device=device)
+    shards = [sum(r) for r in rows]
+    wrong: list[str] = []
+    for recipe in names:
+        for label, (mode, sp) in MODES.items():
+            options = {"single_grouped_weight": single, "single_grouped_bias": single}
+            layer = linear("grouped", k, n, RECIPES[recipe], device, **options)
+            twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=sp)
+            x, dy = sample(m, k, device, 1), sample(m, n, device, 2)
+            one = step(layer, x, dy, totals)
+            feature = {"x": 1, "dx": 1} if mode == "row" else {"dy": 1, "y": 1}
+            data = {"x": x, "dy": dy, "y": one["y"], "dx": one["dx"]}
+            spread = {"x", "dx"} if mode == "column" else {"y", "dy"}
+            mine = {}
+            for name, value in data.items():
+                if name in feature:
+                    mine[name] = part(value, 1, rank, world)
+                elif sp and name in spread:
+                    mine[name] = value[order].split(shards)[rank]
+                else:
+                    mine[name] = value
+            expected = {"y": mine["y"], "dx": mine["dx"]}
+            expected |= {k: part(v, param_dim(twin, k), rank, world) for k, v in one.items() if k not in expected}
+            splits = rows[rank] if sp and mode == "column" else totals
+            scope = sequence_shards(rows) if sp and not equal else contextlib.nullcontext()
+            with scope:
+                made = step(twin, mine["x"], mine["dy"], splits)
+            exact = {name for name in one if "weight" in name or "bias" in name}
+            exact |= {"y"} if mode == "column" else {"dx"}
+            if sp:
+                if mode == "row":
+                    exact = {name for name in exact if "bias" not in name}
+                if any(r[g] % 128 for r in rows for g in range(3)) and recipe in ("block", "mxfp8", "nvfp4"):
+                    # Blocks along the rows begin at each rank's first row: other blocks than one process has.
+                    exact = {name for name in exact if "weight" not in name}
+            if not equal:
+                exact -= {"y", "dx"}  # padded rows are multiplied too, in products of another size
+            floor = SUMMED if exact & {"weight", "weight0"} else FLOORS[recipe] - 3
+            wrong += compare(f"{recipe} {label}", made, expected, exact, floor)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_grouped_matches_one_process(rank_pools: Pools, device: str, single: bool) -> None:
+    rows = [[128, 0, 256]] * 2
+    rank_pools(2).run(grouped_matches, device, list(RECIPES), rows, True, single, timeout=200)
+
+
+def test_grouped_with_uneven_rows(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(grouped_matches, device, list(RECIPES), [[7, 0, 40], [3, 33, 0]], False, False, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- uneven
+def uneven_matches(
+    rank: int, world: int, device: str, names: list[str], tokens: int, features: tuple[int, int]
+) -> None:
+    """Tokens and features that the ranks cannot share evenly, or of which some rank has none."""
+    k, n = features
+    rows = shard_sizes(tokens, world)
+    wrong: list[str] = []
+    for recipe in names:
+        for label, (mode, sp) in MODES.items():
+            layer = linear("linear", k, n, RECIPES[recipe], device)
+            twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=sp)
+            # [s, b, K]: the shards are of the first dimension, with 2 rows each
+            x, dy = sample(2 * tokens, k, device, 1).view(tokens, 2, k), sample(2 * tokens, n, device, 2)
+            dy = dy.view(tokens, 2, n)
+            x_dim, dy_dim = (0 if sp else None, 2) if mode == "column" else (2, 0 if sp else None)
+            one = step(layer, x, dy)
+            with sequence_shards(rows) if sp else contextlib.nullcontext():
+                mine = step(twin, part(x, x_dim, rank, world), part(dy, dy_dim, rank, world))
+            spread = 0 if sp else None
+            y_dim, dx_dim = (2, spread) if mode == "column" else (spread, 2)
+            expected = {"y": part(one["y"], y_dim, rank, world), "dx": part(one["dx"], dx_dim, rank, world)}
+            expected |= {k: part(v, param_dim(twin, k), rank, world) for k, v in one.items() if k not in expected}
+            # Only scales of whole tensors, and of rows, are independent of where a shard ends.
+            wrong += compare(f"{recipe} {label}", mine, expected, set(), min(SUMMED, FLOORS[recipe] - 3))
+            if (
+                recipe in ("none", "current", "delayed")
+                and mode == "column"
+                and not torch.equal(mine["y"], expected["y"])
+            ):
+                wrong.append(f"{recipe} {label}: y is not equal")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("world", "tokens", "features"), [(2, 9, (48, 68)), (4, 5, (48, 6))])
+def test_uneven_and_empty_shards(
+    rank_pools: Pools, device: str, world: int, tokens: int, features: tuple[int, int]
+) -> None:
+    names = list(RECIPES) if world == 2 else ["none", "current", "block", "mxfp8"]
+    rank_pools(world).run(uneven_matches, device, names, tokens, features, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- TransformerLayer
+def transformer_matches(rank: int, world: int, device: str, names: list[str]) -> None:
+    wrong: list[str] = []
+    for recipe in names:
+        for sp in (False, True):
+            for fused in (False, True):
+                torch.manual_seed(3)
+                layer = te_dist.TransformerLayer(
+                    128 * world, 256 * world, 2 * world, num_gqa_groups=world, hidden_dropout=0.0,
+                    attention_dropout=0.0, fuse_qkv_params=fused, activation="swiglu", output_layernorm=fused,
+                    params_dtype=torch.bfloat16, recipe=RECIPES[recipe], device=device,
+                )  # fmt: skip
+                layer.layernorm_mlp._split_gate()
+                shake(layer)
+                twin = parallel_twin(layer, tp_mesh(world, device), "column", sequence_parallel=sp)
+                s, b, h = 32 * world, 2, 128 * world
+                x, dy = sample(s * b, h, device, 1).view(s, b, h), sample(s * b, h, device, 2).view(s, b, h)
+                rows = 0 if sp else None
+                one = step(layer, x, dy)
+                mine = step(twin, part(x, rows, rank, world), part(dy, rows, rank, world))
+                expected = {
+                    name: part(value, rows if name in ("y", "dx") else param_dim(twin, name), rank, world)
+                    for name, value in one.items()
+                }
+                # A rounding of a sum that differs by a bit moves the scales and roundings of every later operand.
+                wrong += compare(f"{recipe} sp={sp}", mine, expected, set(), min(40.0, FLOORS[recipe] - 3))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_transformer_layer_matches_one_process(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(transformer_matches, device, list(RECIPES), timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- options
+def options_match(rank: int, world: int, device: str) -> None:
+    """Choices that change what is kept or sent, but not the result."""
+    m, k, n = sizes(world)
+    x, dy = sample(m, k, device, 1), sample(m, n, device, 2)
+    wrong: list[str] = []
+    dequantized = recipes.MXFP8BlockScaling(backward_override="dequantized")
+    unquantized = recipes.Float8CurrentScaling(fp8_gemm_wgrad=recipes.MMParams(quantized=False))
+    high = recipes.Float8CurrentScaling(backward_override="high_precision")
+    cases: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+        *((f"keep {name}", recipe, {}, {"keep_gathered": True}) for name, recipe in RECIPES.items()),
+        ("original", RECIPES["mxfp8"], {"save_original_input": True}, {}),
+        ("original delayed", RECIPES["delayed"], {"save_original_input": True}, {}),
+        ("dequantized", dequantized, {}, {}),
+        ("unquantized wgrad", unquantized, {}, {}),
+        ("high precision backward", high, {}, {}),
+        ("float32 sums", RECIPES["mxfp8"], {}, {"reduce_dtype": torch.float32}),
+    ]
+    for label, recipe, layer_options, options in cases:
+        for mode in ("column", "row"):
+            layer = linear("linear", k, n, recipe, device, **layer_options)
+            twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=True, **options)
+            one = step(layer, x, dy)
+            x_dim, dy_dim = (0, 1) if mode == "column" else (1, 0)
+            mine = step(twin, part(x, x_dim, rank, world), part(dy, dy_dim, rank, world))
+            expected = expected_parts(one, twin, mode, True, rank, world)
+            exact = {"weight", "y", "bias"} if mode == "column" else {"weight", "dx"}
+            # Sums in float32 are those of one process but for their order: few results round differently.
+            floor = 60.0 if label == "float32 sums" else SUMMED
+            wrong += compare(f"{label} {mode}", mine, expected, exact, floor)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_options_do_not_change_results(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(options_match, device, timeout=200)
+
+
+def local_amaxes(rank: int, world: int, device: str) -> None:
+    m, k, n = sizes(world)
+    for recipe in ("current", "nvfp4"):
+        for label, (mode, sp) in MODES.items():
+            layer = linear("linear", k, n, RECIPES[recipe], device)
+            twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=sp, amax="local")
+            x, dy = sample(m, k, device, 1), sample(m, n, device, 2)
+            x_dim, dy_dim = (0 if sp else None, 1) if mode == "column" else (1, 0 if sp else None)
+            one = step(layer, x, dy)
+            with comm_report() as report:
+                mine = step(twin, part(x, x_dim, rank, world), part(dy, dy_dim, rank, world))
+            expected = expected_parts(one, twin, mode, sp, rank, world)
+            # Scales of a part are at least as fine as those of the whole.
+            assert not compare(f"{recipe} {label}", mine, expected, set(), FLOORS[recipe] - 3)
+            assert len(report.select(payload="amax")) == (1 if sp else 0), "one amax for what is gathered, none else"
+
+
+def test_local_amaxes(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(local_amaxes, device)
+
+
+def microbatches_match(rank: int, world: int, device: str) -> None:
+    """Kept weights, delayed and fused weight gradients: as without other ranks."""
+    m, k, n = sizes(world)
+    x, dy = (part(t, 0, rank, world) for t in (sample(m, k, device, 1), sample(m, n, device, 2)))
+    whole_dy = part(sample(m, n, device, 2), 1, rank, world)
+    for recipe in ("current", "mxfp8"):
+        layer = linear("linear", k, n, RECIPES[recipe], device)
+        twin = parallel_twin(layer, tp_mesh(world, device), "column", sequence_parallel=True)
+        plain = step(twin, x, whole_dy)
+        with te_dist.frozen_weights():
+            for _ in range(2):
+                assert not compare(recipe, step(twin, x, whole_dy), plain, set(plain), 0.0)
+        with comm_report() as report:
+            first, later = step(twin, x, whole_dy, True), step(twin, x, whole_dy, False)
+        assert not compare(recipe, first, plain, set(plain), 0.0)
+        assert not compare(recipe, later, plain, set(plain), 0.0)
+        weight_amaxes = 1 if recipe == "current" else 0
+        per_step = 2 if recipe == "current" else 0  # x and dy
+        assert len(report.select(payload="amax")) == 2 * per_step + weight_amaxes
+        late = parallel_twin(
+            linear("linear", k, n, RECIPES[recipe], device, delay_wgrad_compute=True),
+            tp_mesh(world, device), "row", sequence_parallel=True,
+        )  # fmt: skip
+        now = parallel_twin(
+            linear("linear", k, n, RECIPES[recipe], device), tp_mesh(world, device), "row", sequence_parallel=True
+        )
+        x_k = part(sample(m, k, device, 1), 1, rank, world)
+        expected = step(now, x_k, dy)
+        late(x_k.clone().requires_grad_()).backward(dy)
+        assert late.weight.grad is None
+        late.backward_dw()
+        assert torch.equal(local(late.weight.grad), expected["weight"])
+        fused = linear("linear", k, n, RECIPES[recipe], device, fuse_wgrad_accumulation=True)
+        fused = parallel_twin(fused, tp_mesh(world, device), "row", sequence_parallel=True)
+        fused.weight.main_grad = torch.zeros_like(local(fused.weight), dtype=torch.float32)
+        fused(x_k.clone().requires_grad_()).backward(dy)
+        assert torch.equal(fused.weight.main_grad.bfloat16(), expected["weight"])
+
+
+def test_microbatches_and_wgrad_scheduling(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(microbatches_match, device)
+
+
+def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
+    m, k, n = sizes(world)
+    x, dy = sample(m, k, device, 1), sample(m, n, device, 2)
+    for label, (mode, sp) in MODES.items():
+        layer = linear("linear", k, n, recipes.NVFP4BlockScaling(), device)
+        twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=sp)
+        x_dim, dy_dim = (0 if sp else None, 1) if mode == "column" else (1, 0 if sp else None)
+        one = step(layer, x, dy)
+        mine = step(twin, part(x, x_dim, rank, world), part(dy, dy_dim, rank, world))
+        expected = expected_parts(one, twin, mode, sp, rank, world)
+        # Two different random roundings of dy: the errors of both.
+        wrong = compare(label, mine, expected, {"y"} if mode == "column" else set(), FLOORS["nvfp4"] - 3)
+        assert not wrong, wrong
+        again = step(twin, part(x, x_dim, rank, world), part(dy, dy_dim, rank, world))
+        assert not compare(label, again, mine, set(mine), 0.0), "the same seed, the same result"
+    # Seeds of a dy that is spread differ between ranks; those of one that all ranks have must not.
+    from te_dist.pipeline.function import draw_seeds
+
+    seeds = []
+    for mode, sp in MODES.values():
+        twin = parallel_twin(linear("linear", k, n, None, device), tp_mesh(world, device), mode, sequence_parallel=sp)
+        torch.manual_seed(0)
+        seeds.append(draw_seeds(twin.spec, x))
+    return torch.stack(seeds).cpu()
+
+
+def test_stochastic_rounding_streams(rank_pools: Pools, device: str) -> None:
+    first, second = rank_pools(2).run(stochastic_rounding, device)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [mode == "row" for mode in MODES]
+
+
+# ------------------------------------------------------------------------------------------------- bytes
+def wire_bytes(recipe: str, rows: int, cols: int, columnwise: bool) -> int:
+    """The formulas of docs/parallel.md for a shard [rows, cols]."""
+    if recipe == "none":
+        return 2 * rows * cols
+    if recipe in ("current", "delayed"):
+        return rows * cols
+    if recipe == "block":
+        return rows * cols + (rows // 128 * round_up(cols, 4) if columnwise else ceil_div(cols, 128) * rows) * 4
+    if recipe == "mxfp8":
+        return rows * cols + (rows // 32 * round_up(cols, 128) if columnwise else rows * round_up(cols // 32, 4))
+    scales = round_up(cols, 128) * (rows // 16) if columnwise else rows * round_up(cols // 16, 4)
+    return rows * cols // 2 + scales
+
+
+def bytes_match(rank: int, world: int, device: str) -> None:
+    m, k, n = 128 * world, 384, 128 * world
+    x, dy = sample(m, k, device, 1), sample(m, n, device, 2)
+    for recipe, keep in [*((name, False) for name in RECIPES), ("mxfp8", True), ("current", True)]:
+        layer = linear("linear", k, n, RECIPES[recipe], device)
+        twin = parallel_twin(layer, tp_mesh(world, device), "column", sequence_parallel=True, keep_gathered=keep)
+        with comm_report() as report:
+            step(twin, part(x, 0, rank, world), part(dy, 1, rank, world))
+        forward = report.select(kind="all_gather", phase="forward")
+        backward = report.select(kind="all_gather", phase="backward")
+        row, column = (wire_bytes(recipe, 128, k, plane) for plane in (False, True))
+        both = row if recipe == "current" else row + column
+        assert [c.bytes for c in forward] == [both if keep else row], (recipe, keep)
+        assert [c.bytes for c in backward] == ([] if keep else [column]), (recipe, keep)
+        if recipe != "none":  # nothing in bf16 but the sum of dx
+            assert {c.dtype for c in report.select() if c.phase == "forward"} <= {"uint8", "int32"}, recipe
+            assert {c.dtype for c in forward + backward} <= {"uint8"}
+        (scatter,) = report.select(kind="reduce_scatter")
+        assert (scatter.phase, scatter.dtype, scatter.bytes) == ("backward", "bfloat16", m * k * 2)
+        assert {c.layer for c in report.select(kind="all_gather")} == {"layer"}
+        saved = 1 if recipe in ("current", "delayed", "nvfp4") else 0
+        assert len(report.select(kind="all_reduce", payload="amax")) == 3 * saved, recipe
+
+        layer = linear("linear", k * world, n, RECIPES[recipe], device)
+        twin = parallel_twin(layer, tp_mesh(world, device), "row", sequence_parallel=True)
+        wide = sample(m, k * world, device, 1)
+        with comm_report() as report:
+            step(twin, part(wide, 1, rank, world), part(dy, 0, rank, world))
+        (gather,) = report.select(kind="all_gather")
+        row, column = (wire_bytes(recipe, 128, n, plane) for plane in (False, True))
+        # In high precision, and of a per-tensor scaled dy, one plane serves dgrad and wgrad.
+        assert gather.bytes == (row if recipe in ("none", "current", "delayed") else row + column), recipe
+        assert gather.phase == "backward" and (gather.dtype == "uint8") == (recipe != "none")
+        (scatter,) = report.select(kind="reduce_scatter")
+        assert (scatter.phase, scatter.bytes) == ("forward", m * n * 2)
+        (gradient,) = report.select(payload="gradient")
+        assert gradient.bytes == 4 * n
+
+
+def test_bytes_on_the_wire_are_those_of_the_docs(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(bytes_match, device)
