@@ -12,6 +12,13 @@ from te_dist.parallel.collectives import (
 )
 from te_dist.parallel.comm import TensorParallel
 from te_dist.parallel.embedding import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from te_dist.parallel.fsdp import (
+    AllGatherReport,
+    GatheredParameter,
+    all_gather_report,
+    enable_quantized_all_gather,
+    fully_shard,
+)
 from te_dist.parallel.mappings import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -39,10 +46,12 @@ from te_dist.parallel.styles import ColwiseParallel, RowwiseParallel, SequencePa
 from te_dist.transport import RankFailed, RanksDisagree
 
 __all__ = [
+    "AllGatherReport",
     "Collective",
     "ColumnParallelLinear",
     "ColwiseParallel",
     "CommReport",
+    "GatheredParameter",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
@@ -59,11 +68,14 @@ __all__ = [
     "TensorParallel",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "all_gather_report",
     "all_reduce_amax",
     "allreduce",
     "check_ranks",
     "comm_report",
     "copy_to_tensor_parallel",
+    "enable_quantized_all_gather",
+    "fully_shard",
     "gather_along_first_dim",
     "gather_from_sequence_parallel",
     "parallelize",

@@ -135,6 +135,7 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
         """Called when the chain has run in a new configuration: perhaps the next call need not take it."""
         usual = not (self.return_bias or self.parameter_splits or self.fuse_wgrad_accumulation)
+        usual = usual and not config.flags.gathered
         if usual and self.wgrad_store is None and type(inp) is Tensor:
             self._lean = LeanPlan.of(config, self.weight, self.bias, inp) or self._lean
 
