@@ -92,12 +92,13 @@ def save(
             shutil.rmtree(stale)
     world.barrier()
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    histories = {_of_rank(world.rank, name): model_state.pop(name) for name in _history_names(model_state)}
     error: str | None = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP speaks of missing process groups, and of its own future
             dcp.save(
-                {"model": model_state, "optimizer": optimizer_state},
+                {"model": model_state, "optimizer": optimizer_state, "histories": histories},
                 checkpoint_id=str(partial),
                 no_dist=not world.is_distributed,
             )
@@ -197,13 +198,28 @@ def _whole(path: Path, world: World) -> Found:
 
 
 # ------------------------------------------------------------------------------------------------- load
-def _leave_out_other_histories(model_state: dict[str, Any], found: Found) -> None:
-    """Delayed scaling starts over where the checkpoint is of another recipe, or of another length of history."""
+def _history_names(model_state: dict[str, Any]) -> list[str]:
+    """Delayed scaling's buffers, which every rank has its own of: ranks see different data."""
+    return [name for name in model_state if name.rpartition(".")[2] in DELAYED_BUFFERS]
+
+
+def _of_rank(rank: int, name: str) -> str:
+    return f"rank{rank}/{name}"
+
+
+def _saved_histories(model_state: dict[str, Any], found: Found, world: World) -> dict[str, Any]:
+    """What to load them from: this rank's, or the first one's where there were other ranks. Where the checkpoint is
+    of another recipe or of another length of history there is nothing to load, and delayed scaling starts over."""
     saved = dcp.FileSystemReader(str(found.path)).read_metadata().state_dict_metadata
-    for name in [name for name in model_state if name.rpartition(".")[2] in DELAYED_BUFFERS]:
-        size = getattr(saved.get(f"model.{name}"), "size", None)
-        if size != model_state[name].shape:
-            del model_state[name]
+    chosen: dict[str, Any] = {}
+    for name in _history_names(model_state):
+        for rank in (world.rank, 0):
+            key = _of_rank(rank, name)
+            if getattr(saved.get(f"histories.{key}"), "size", None) == model_state[name].shape:
+                chosen[key] = model_state[name]
+                break
+        del model_state[name]
+    return chosen
 
 
 def load(found: Found, world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -216,13 +232,14 @@ def load(found: Found, world: World, model: nn.Module, optimizer: torch.optim.Op
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _leave_out_other_histories(model_state, found)
+            state["histories"] = _saved_histories(model_state, found, world)
             dcp.load(state, checkpoint_id=str(found.path), no_dist=not world.is_distributed)
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(
             f"{found.path} does not fit this model: {type(error).__name__}: {reason[-1] if reason else ''}"
         ) from error
+    loaded = {name.partition("/")[2]: value for name, value in state["histories"].items()}
     set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
+        model, optimizers, model_state_dict={**state["model"], **loaded}, optim_state_dict=state.get("optimizer", {})
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.corpus import builtin_corpus
+from te_dist.launch.runtime import World
 from te_dist.launch.tokenizers import ByteTokenizer, Tokenizer
 
 TOKEN_FILES = (".bin", ".npy")
@@ -106,14 +107,16 @@ class Batches:
 
 
 # ------------------------------------------------------------------------------------------------- sources
-def load_data(config: TrainConfig, tokenizer: Tokenizer, cache: Path, is_writer: bool) -> tuple[TokenData, TokenData | None]:
-    """(training data, held-out data). What a tokenizer makes of text is kept under `cache`, written by one process."""
-    tokens = _tokens(config.data, config, tokenizer, cache, is_writer)
+def load_data(
+    config: TrainConfig, tokenizer: Tokenizer, cache: Path, world: World
+) -> tuple[TokenData, TokenData | None]:
+    """(training data, held-out data). What a tokenizer makes of text is kept under `cache`, written by rank 0."""
+    tokens = _tokens(config.data, config, tokenizer, cache, world)
     name = f"data {config.data!r}"
     if config.eval_batches == 0:
         return TokenData(tokens, config.seq_len, name), None
     if config.eval_data is not None:
-        held_out = _tokens(config.eval_data, config, tokenizer, cache, is_writer)
+        held_out = _tokens(config.eval_data, config, tokenizer, cache, world)
         return (
             TokenData(tokens, config.seq_len, name),
             TokenData(held_out, config.seq_len, f"eval_data {config.eval_data!r}"),
@@ -146,13 +149,20 @@ def check_vocabulary(data: TokenData, vocab_size: int) -> None:
         )
 
 
-def _tokens(path: str, config: TrainConfig, tokenizer: Tokenizer, cache: Path, is_writer: bool) -> Tensor:
-    if path == "builtin":
-        return _encoded([builtin_corpus()], tokenizer, "builtin", cache, is_writer)
+def _tokens(path: str, config: TrainConfig, tokenizer: Tokenizer, cache: Path, world: World) -> Tensor:
+    if path != "builtin" and Path(path).suffix in TOKEN_FILES:
+        return world.attempt(lambda: _token_file(Path(path), config.token_dtype))
+    texts = world.attempt(lambda: [builtin_corpus()] if path == "builtin" else _read_texts(path))
+    if isinstance(tokenizer, ByteTokenizer):
+        return _as_bytes(texts, tokenizer.end)
+    return _encoded(texts, tokenizer, cache, world)
+
+
+def _read_texts(path: str) -> list[bytes]:
     source = Path(path)
-    if source.suffix in TOKEN_FILES:
-        return _token_file(source, config.token_dtype)
-    files = sorted(p for p in source.rglob("*") if p.suffix in TEXT_FILES and p.is_file()) if source.is_dir() else [source]
+    files = [source]
+    if source.is_dir():
+        files = sorted(p for p in source.rglob("*") if p.suffix in TEXT_FILES and p.is_file())
     if not files:
         raise ConfigError(f"data {path!r} holds no text files ({', '.join(TEXT_FILES)})")
     texts = []
@@ -165,7 +175,7 @@ def _tokens(path: str, config: TrainConfig, tokenizer: Tokenizer, cache: Path, i
         raise ConfigError(f"data {path!r} is empty")
     if b"\0" in texts[0][:4096]:
         raise ConfigError(f"data {str(files[0])!r} is not text; token files are called .bin or .npy")
-    return _encoded(texts, tokenizer, path, cache, is_writer)
+    return texts
 
 
 def _token_file(path: Path, dtype_name: str) -> Tensor:
@@ -214,28 +224,36 @@ def _npy_header(path: Path) -> tuple[int, str, int]:
     return offset, dtype, shape[0]
 
 
-def _encoded(texts: list[bytes], tokenizer: Tokenizer, name: str, cache: Path, is_writer: bool) -> Tensor:
-    if isinstance(tokenizer, ByteTokenizer) and len(texts) == 1:
+def _as_bytes(texts: list[bytes], end: int) -> Tensor:
+    if len(texts) == 1:
         return torch.frombuffer(bytearray(texts[0]), dtype=torch.uint8)
-    if isinstance(tokenizer, ByteTokenizer):
-        end = torch.tensor([tokenizer.end], dtype=torch.int32)
-        parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int32) for text in texts if text]
-        return torch.cat([piece for part in parts for piece in (part, end)])
+    separator = torch.tensor([end], dtype=torch.int32)
+    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int32) for text in texts if text]
+    return torch.cat([piece for part in parts for piece in (part, separator)])
+
+
+def _encoded(texts: list[bytes], tokenizer: Tokenizer, cache: Path, world: World) -> Tensor:
     digest = hashlib.blake2b(tokenizer.name.encode(), digest_size=8)
     for text in texts:
         digest.update(text)
     file = cache / f"tokens-{digest.hexdigest()}.bin"
-    if not file.exists() and is_writer:
-        tokens: list[int] = []
+
+    def write() -> None:
+        if file.exists() or not world.is_first:
+            return
+        tokens = array.array("i")
         for text in texts:
-            tokens += [*tokenizer.encode(text.decode(errors="replace")), tokenizer.end]
+            tokens.extend([*tokenizer.encode(text.decode(errors="replace")), tokenizer.end])
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         with partial.open("wb") as out:
-            array.array("i", tokens).tofile(out)
+            tokens.tofile(out)
         partial.rename(file)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    if not file.exists():
-        raise ConfigError(f"{str(file)!r}, which rank 0 writes, is not visible here: run_dir must be shared")
-    return _token_file(file, "int32")
+
+    def read() -> Tensor:
+        if not file.exists():
+            raise ConfigError(f"{str(file)!r}, which rank 0 writes, is not visible here: run_dir must be shared")
+        return _token_file(file, "int32")
+
+    world.attempt(write)
+    return world.attempt(read)

@@ -6,12 +6,15 @@ import dataclasses
 import datetime
 import hashlib
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from te_dist.launch.config import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,18 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Do something that may fail on one rank; then it fails on all of them, with that rank's reason."""
+        value: T | None = None
+        error = None
+        try:
+            value = work()
+        except (ConfigError, OSError) as failure:
+            error = str(failure)
+        if (error := self.together(error)) is not None:
+            raise ConfigError(error)
+        return value  # type: ignore[return-value]
 
     def together(self, errors: str | None) -> str | None:
         """The first error of any rank, so that all of them stop where one cannot go on."""

@@ -78,12 +78,11 @@ class Trainer:
         if found is not None:
             self._check_same_run(found.config)
         tokenizer = tokenizer_from(config.tokenizer)
-        train, held_out = load_data(config, tokenizer, self.run_dir / "data", self.world.is_first)
+        train, held_out = load_data(config, tokenizer, self.run_dir / "data", self.world)
         needed = padded_vocab(tokenizer.vocab_size)
         self.built = build_model(config, needed, self.layout, self.world.device)
         vocabulary = self._vocabulary(needed)
-        for data in filter(None, (train, held_out)):
-            check_vocabulary(data, vocabulary)
+        self.world.attempt(lambda: [check_vocabulary(data, vocabulary) for data in (train, held_out) if data])
         self.batches = Batches(
             train,
             held_out,
@@ -107,7 +106,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------- before
     def _vocabulary(self, needed: int) -> int:
-        size = getattr(self.model, "size", None) if hasattr(self, "model") else getattr(self.built.model, "size", None)
+        size = getattr(self.built.model, "size", None)
         return size.vocab_size if size is not None else getattr(self.built.model, "vocab_size", needed)
 
     def _check_run_dir(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import time
 import warnings
@@ -326,7 +327,16 @@ def _named_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 def _whole(weight: Tensor) -> Tensor:
     full = getattr(weight, "full_tensor", None)  # a DTensor: sharded or tensor parallel
-    return (full() if full is not None else weight).detach()
+    if full is None:
+        return weight.detach()
+    # torch warns that two axes take two gathers; here that is what was asked for.
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return full().detach()
+    finally:
+        logger.setLevel(before)
 
 
 def _decibel(signal: float, noise: float) -> float:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.corpus import builtin_corpus
 from te_dist.launch.data import Batches, TokenData, check_vocabulary, load_data, shuffled
+from te_dist.launch.runtime import World
 from te_dist.launch.tokenizers import ByteTokenizer, padded_vocab, tokenizer_from
 
 
 def load(path: Path | str, tmp_path: Path, **options: object) -> tuple[TokenData, TokenData | None]:
     config = TrainConfig(data=str(path), seq_len=8, **options)  # type: ignore[arg-type]
-    return load_data(config, tokenizer_from(config.tokenizer), tmp_path / "cache", True)
+    return load_data(config, tokenizer_from(config.tokenizer), tmp_path / "cache", World(0, 1, 0, torch.device("cpu")))
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))
