@@ -41,6 +41,12 @@ class TrainConfig:
     vocab_size: int | None = option(None, "entries of the embedding; default: as the tokenizer needs", "model")
     rope_base: float | None = option(None, "base of the rotary frequencies, instead of the preset's", "model")
     tied_embeddings: bool | None = option(None, "head and embedding share their weight", "model")
+    split_gate: bool | None = option(
+        None,
+        "hold the MLP's gate and up weights apart, as tensor parallelism does: then a checkpoint fits every tp; "
+        "default: with tp, and where the checkpoint does",
+        "model",
+    )
     hf_config: str | None = option(
         None, "train this Hugging Face causal LM from its config.json (file or folder), not a Llama", "model"
     )

@@ -29,6 +29,7 @@ class Llama(nn.Module):
     Args:
         size: the dimensions.
         compute_dtype: of activations; parameters keep theirs and are cast, or quantized, where they are used.
+        split_gate: hold the gate and up weights of the MLPs apart, under the names that tensor parallelism gives them.
 
     Example:
         >>> import torch
@@ -46,6 +47,7 @@ class Llama(nn.Module):
         param_dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         activation_checkpointing: bool = False,
+        split_gate: bool = False,
     ) -> None:
         super().__init__()
         size.check()
@@ -77,6 +79,9 @@ class Llama(nn.Module):
         self.norm = te_dist.RMSNorm(size.hidden, size.norm_eps, device=device, params_dtype=param_dtype)
         self.head = te_dist.Linear(size.hidden, size.vocab_size, bias=False, **options)  # type: ignore[arg-type]
         self.tie()
+        if split_gate:
+            for layer in self.layers:
+                layer.layernorm_mlp._split_gate()
         if device is not None and torch.device(device).type != "cpu":
             self.rotary.to(device)
 
@@ -104,7 +109,15 @@ class Llama(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill every parameter from `seed` and its own name: the same values however many layers come before it."""
         for name, param in self.named_parameters():
-            param.copy_(initial_value(name, param, self.size.layers, seed))
+            param.copy_(self._initial(name, param, seed))
+
+    def _initial(self, name: str, param: Tensor, seed: int) -> Tensor:
+        for half, part in enumerate(("fc1_gate_weight", "fc1_up_weight")):
+            if name.endswith(part):  # as rows of the whole, so that splitting changes no value
+                whole = param.new_empty((2 * param.shape[0], param.shape[1]))
+                name = name.removesuffix(part) + "fc1_weight"
+                return initial_value(name, whole, self.size.layers, seed).chunk(2)[half]
+        return initial_value(name, param, self.size.layers, seed)
 
 
 def initial_value(name: str, like: Tensor, layers: int, seed: int) -> Tensor:

@@ -86,7 +86,12 @@ def build_model(config: TrainConfig, vocab_size: int, layout: layouts.Layout, de
         if size.vocab_size < vocab_size:
             raise ConfigError(f"vocab_size expects at least the tokenizer's {vocab_size} but got {size.vocab_size}")
         llama = Llama(
-            size, compute_dtype=compute, param_dtype=param, device=device, activation_checkpointing=checkpointing
+            size,
+            compute_dtype=compute,
+            param_dtype=param,
+            device=device,
+            activation_checkpointing=checkpointing,
+            split_gate=bool(config.split_gate),
         )
         llama.init_weights(config.seed)
         model, blocks, flops = llama, list(llama.layers), size.flops_per_token(config.seq_len)

@@ -75,8 +75,10 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self._check_run_dir()
         found, self.warnings = checkpoint.find(self.run_dir, config.resume, self.world)
-        if found is not None:
-            self._check_same_run(found.config)
+        saved = found.config if found is not None else {}
+        if config.split_gate is None:
+            config.split_gate = config.tp > 1 or bool(saved.get("split_gate"))
+        self._check_same_run(saved)
         tokenizer = tokenizer_from(config.tokenizer)
         train, held_out = load_data(config, tokenizer, self.run_dir / "data", self.world)
         needed = padded_vocab(tokenizer.vocab_size)
@@ -135,6 +137,11 @@ class Trainer:
                     f"the checkpoint was made with {key} {saved[key]!r} but this run has {now[key]!r}; choose another "
                     f"run_dir"
                 )
+        if saved.get("split_gate", now["split_gate"]) != now["split_gate"]:
+            raise CheckpointError(
+                f"the checkpoint was made with split_gate {saved['split_gate']} but this run (tp {self.config.tp}) has "
+                f"{now['split_gate']}: a run that is to change to tensor parallelism starts with --split-gate"
+            )
         changed = [key for key in RUN_KEYS if key in saved and saved[key] != now[key]]
         self.warnings += [f"resuming with another {key}: {saved[key]!r} -> {now[key]!r}" for key in changed]
 

@@ -27,6 +27,15 @@ def _train(rank: int, world: int, folder: Path, options: dict[str, Any]) -> int:
     return first
 
 
+def _answer(rank: int, world: int, folder: Path, options: dict[str, Any]) -> str:
+    """What building the trainer says."""
+    try:
+        Trainer(config_of(folder, **options), runtime.start("cpu", 60))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed:amax_history_len=4", "fp8_block", "nvfp4"])
 def test_tp_sp_fsdp_resume_bit_for_bit_and_follow_one_process(
     recipe: str, rank_pools: Callable[[int], RankPool], tmp_path: Path
@@ -66,6 +75,17 @@ def test_a_checkpoint_of_four_ranks_goes_on_at_two_and_at_one(
     trainer.train()
     for step, loss in losses(tmp_path / "run").items():
         assert loss == pytest.approx(whole[step], rel=2e-3)
+
+
+def test_a_checkpoint_with_whole_gates_says_why_it_does_not_fit_tp(
+    two_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    train(tmp_path / "run", steps=1)
+    for answer in two_ranks(_answer, tmp_path / "run", {"tp": 2, "steps": 2}, timeout=120):
+        assert "CheckpointError" in answer and "made with split_gate False but this run (tp 2) has True" in answer
+    train(tmp_path / "split", steps=1, split_gate=True)
+    assert losses(tmp_path / "split") == losses(tmp_path / "run")  # the same weights, and the same products
+    assert two_ranks(_train, tmp_path / "split", {"tp": 2, "steps": 2}, timeout=120) == [1, 1]
 
 
 def _norms(rank: int, world: int, folder: Path, options: dict[str, Any]) -> tuple[float, float]:
@@ -109,11 +129,7 @@ def _rank_fails(rank: int, world: int, folder: Path) -> str:
         data.write_text("x" * 5000)
     else:
         data.write_text("")
-    try:
-        Trainer(config_of(folder / "run", data=str(data)), runtime.start("cpu", 60))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return _answer(rank, world, folder / "run", {"data": str(data)})
 
 
 def test_a_rank_whose_data_is_unreadable_stops_all_before_training(
