@@ -146,7 +146,8 @@ class Trainer:
         self.warnings += [f"resuming with another {key}: {saved[key]!r} -> {now[key]!r}" for key in changed]
 
     # ------------------------------------------------------------------------------------------- train
-    def train(self) -> Result:
+    def train(self, until: int | None = None) -> Result:
+        """All steps that are left; `until`: save after that one and return, as a stopped run would."""
         config, first = self.config, self.done.step + 1
         log = MetricsLog(self.run_dir, self.world.is_first, config.tensorboard)
         self._write_start(log)
@@ -167,13 +168,16 @@ class Trainer:
                     if monitor is not None and (statistics := monitor.step()):
                         log.write("quantization", step=step, layers=statistics)
                     stopped_by = self.world.agree_any(request.number)
-                    is_last = step == config.steps or bool(stopped_by)
+                    is_last = step in (config.steps, until) or bool(stopped_by)
                     if config.eval_every and step % config.eval_every == 0 and not is_last:
                         self._evaluate(step, log, view)
                     if config.checkpoint_every and step % config.checkpoint_every == 0 and not is_last:
                         self._save(log, view)
                     if stopped_by:
                         view.say(f"te-dist train: {name_of(stopped_by)}: saving step {step}, then stopping")
+                        self._save(log, view)
+                        break
+                    if step == until and step < config.steps:
                         self._save(log, view)
                         break
                     clock.restart()
