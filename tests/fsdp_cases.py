@@ -158,6 +158,7 @@ def train(
     dtype: torch.dtype | None = None,
     first_step: int = 0,
     clip: float | None = None,
+    loss_scale: float = 1.0,
     after: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Losses of this rank, or with rank None of one process that does all the ranks' parts one after the other."""
@@ -171,13 +172,13 @@ def train(
             for r in range(len(batch)) if rank is None else [rank]:
                 torch.manual_seed(1000 * step + 10 * part + r)  # stochastic rounding
                 x = batch[r].chunk(micro)[part].to(dtype).requires_grad_()
-                loss = model(x).float().square().mean()
+                loss = model(x).float().square().mean() * loss_scale
                 loss.backward()
                 total += float(loss.detach())
         if rank is None:
             for p in model.parameters():
                 if p.grad is not None:
-                    p.grad.div_(len(batch))
+                    p.grad.div_(len(batch) * loss_scale)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         made.step()

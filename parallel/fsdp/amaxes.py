@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_dist.groups import all_reduce_amax
 from te_dist.parallel.fsdp.torch_fsdp import TrainingState, data_parallel_groups, model_parallel_groups
-from te_dist.recipe import DelayedScaling
+from te_dist.recipe import DelayedScaling, recipe_in_force
 
 if TYPE_CHECKING:
     from te_dist.parallel.fsdp.codec import WeightCodec
@@ -25,17 +25,30 @@ if TYPE_CHECKING:
 def before_forward(layers: Sequence[ShardedLayer]) -> None:
     """For all weights that this forward may gather, and the amax histories of delayed scaling."""
     pairs: list[tuple[ShardedWeight, WeightCodec]] = []
-    histories: list[tuple[ShardedWeight, Tensor]] = []
     for owner in layers:
         recipe = owner.recipe(TrainingState.FORWARD)
         for weight, decision in zip(owner.weights, owner.decisions(recipe), strict=True):
             weight.amaxes = weight.amaxes_codec = None
             if decision.codec is not None and decision.codec.amax_count and weight.is_sharded:
                 pairs.append((weight, decision.codec))
-        history = owner.layer.fp8_amax_history
+    _reduce(pairs, _histories(layers))
+
+
+@torch.no_grad()
+def reduce_histories(layers: Sequence[ShardedLayer]) -> None:
+    """Delayed scaling: what each rank has seen since the last forward began, seen by all. The next forward would do it;
+    a checkpoint, which holds one rank's buffers, needs it now."""
+    _reduce([], _histories(layers))
+
+
+def _histories(layers: Sequence[ShardedLayer]) -> list[tuple[ShardedWeight, Tensor]]:
+    """The newest line of each history that the ranks are to share."""
+    found = []
+    for owner in layers:
+        recipe, history = recipe_in_force(owner.layer.recipe) or owner.forward_recipe, owner.layer.fp8_amax_history
         if isinstance(recipe, DelayedScaling) and recipe.reduce_amax and history is not None:
-            histories.append((owner.weights[0], history[0]))
-    _reduce(pairs, histories)
+            found.append((owner.weights[0], history[0]))
+    return found
 
 
 @torch.no_grad()
@@ -77,7 +90,8 @@ def _reduce(
     rows: dict[tuple[Any, ...], list[Tensor]] = {}
     for weight, codec in pairs:
         amaxes = codec.contribution(weight.local()).to(weight.param.device)
-        groups = (weight.param.shard_mesh.get_group(), *model_parallel_groups(weight.param))
+        others = model_parallel_groups(weight.param) if weight.scale_spans_ranks else []
+        groups = (weight.param.shard_mesh.get_group(), *others)
         parts.setdefault(groups, []).append((weight, codec, amaxes))
         weight.amaxes, weight.amaxes_codec = amaxes, codec
     for weight, row in histories:

@@ -126,11 +126,8 @@ def _attach_layer(
         return [Refused(full(n), p, _refusal(obstacle)) for n, p in weights]
     by_identity = {id(p.sharded_param): (n, p) for n, p in params.items()}
     slots = layer._slots()
-    found = [
-        (by_identity.get(id(slots[slot])), stage.scale_index("weight", group))
-        for stage, group, slot in weight_slots(layer)
-    ]
-    known = [entry for entry, _ in found if entry is not None]
+    found = [(by_identity.get(id(slots[slot])), stage, index) for stage, index, slot in weight_slots(layer)]
+    known = [entry for entry, _, _ in found if entry is not None]
     if any(isinstance(param, QuantizedFSDPParam) for _, param in known):
         return []  # attached before
     if len(known) < len(found):
@@ -140,10 +137,10 @@ def _attach_layer(
     if obstacle:
         return [Refused(full(n), p, _refusal(obstacle)) for n, p in known]
     owner = ShardedLayer(layer, name)
-    for entry, scale_index in found:
+    for entry, stage, index in found:
         assert entry is not None
         param_name, param = entry
-        weight = ShardedWeight(param, group, owner, scale_index, full(param_name))
+        weight = ShardedWeight(param, group, owner, stage, index, full(param_name))
         owner.weights.append(weight)
         param.__class__ = QuantizedFSDPParam
         assert isinstance(param, QuantizedFSDPParam)

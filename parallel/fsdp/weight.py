@@ -36,6 +36,7 @@ from te_dist.parallel.fsdp.torch_fsdp import (
     give_memory,
     reshards_after_forward,
 )
+from te_dist.pipeline.config import StageConfig
 from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
 from te_dist.tensors.gathered import GatheredWeight, Gathering
 from te_dist.tensors.storage import QuantizedStorage
@@ -107,9 +108,13 @@ class ShardedWeight:
     """What FSDPParam takes for its sharded local tensor."""
 
     def __init__(
-        self, param: FSDPParam, group: FSDPParamGroup, owner: ShardedLayer, scale_index: int, name: str
+        self, param: FSDPParam, group: FSDPParamGroup, owner: ShardedLayer, stage: StageConfig, index: int, name: str
     ) -> None:
-        self.param, self.group, self.owner, self.scale_index, self.name = param, group, owner, scale_index, name
+        self.param, self.group, self.owner, self.name = param, group, owner, name
+        self.scale_index = stage.scale_index("weight", index)
+        # Whether the ranks of tensor parallelism have one per-tensor scale: so it is unless they chose otherwise.
+        comm = stage.spec.comm
+        self.scale_spans_ranks = comm.is_local or comm.amax_group("weight") is not None
         mesh = param.shard_mesh
         self.shape: torch.Size = param._orig_size
         self.shards = Shards(self.shape[0], mesh.size(), mesh.get_local_rank())
