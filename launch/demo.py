@@ -35,7 +35,7 @@ def config_for(recipe: str, out: Path, steps: int, device: str) -> TrainConfig:
         seq_len=64,
         micro_batch=4,
         steps=steps,
-        lr=4e-3,
+        lr=2e-3,
         warmup=max(1, steps // 10),
         recipe={"*": recipe},
         min_layer_size=0,

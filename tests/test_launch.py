@@ -163,6 +163,13 @@ def test_demo_trains_four_ranks_in_every_recipe(tmp_path: Path) -> None:
         assert any(line.startswith(recipe) for line in lines)
 
 
+def test_parallel_example_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from te_dist.launch import tensor_parallel
+
+    assert tensor_parallel.main([]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
 def test_demo_refuses_wrong_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(["--steps", "0"])
