@@ -105,7 +105,8 @@ def line_chart(
     payload = html.escape(json.dumps(data), quote=True)
     return (
         f'<figure class="chart" data-chart="{payload}"><figcaption>{html.escape(title)} '
-        f'<small>{html.escape(y_label)}</small></figcaption>{"".join(parts)}<div class="tip" hidden></div>{keys}</figure>'
+        f'<small>{html.escape(y_label)}</small></figcaption>{"".join(parts)}<div class="tip" hidden></div>{keys}'
+        f"</figure>"
     )
 
 

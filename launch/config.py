@@ -68,16 +68,14 @@ class TrainConfig:
     lr: float = option(1e-3, "peak learning rate", "training")
     min_lr: float = option(0.1, "the schedule ends at this part of lr", "training")
     warmup: int = option(10, "steps until the learning rate is reached", "training")
-    schedule: str = option(
-        "cosine", "how the learning rate falls", "training", ("cosine", "linear", "constant", "wsd")
-    )
+    schedule: str = option("cosine", "how the learning rate falls", "training", ("cosine", "linear", "constant", "wsd"))
     weight_decay: float = option(0.1, "on matrices, embeddings excepted", "training")
     beta1: float = option(0.9, "AdamW's first moment, SGD's momentum", "training")
     beta2: float = option(0.95, "AdamW's second moment", "training")
     adam_eps: float = option(1e-8, "AdamW's epsilon", "training")
     clip: float = option(1.0, "largest norm of the gradient, 0 for none", "training")
 
-    recipe: dict[str, str] = option(
+    recipe: dict[str, str] = option(  # noqa: RUF009 (a field, as the others are)
         {"*": "bf16"},
         "bf16, fp8_current, fp8_delayed, fp8_block, mxfp8, nvfp4; PATTERN=RECIPE for layers by name (repeat it: the "
         "first pattern that matches counts); name:option=value,... for a recipe's options",
@@ -97,7 +95,9 @@ class TrainConfig:
     quantized_all_gather: str = option(
         "auto", "gather FSDP2's weights as quantized bytes", "parallelism", ("auto", "on", "off")
     )
-    reshard_after_forward: bool = option(True, "free FSDP2's gathered weights between forward and backward", "parallelism")
+    reshard_after_forward: bool = option(
+        True, "free FSDP2's gathered weights between forward and backward", "parallelism"
+    )
     overlap: str = option(
         "off", "overlap tensor-parallel communication with the products", "parallelism", ("off", "auto", "require")
     )
@@ -195,7 +195,9 @@ class TrainConfig:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} expects at least {least} but got {getattr(self, name)}")
         if self.dp_shard < 1 and self.dp_shard != -1:
-            raise ConfigError(f"dp_shard expects at least 1, or -1 for all ranks that are left, but got {self.dp_shard}")
+            raise ConfigError(
+                f"dp_shard expects at least 1, or -1 for all ranks that are left, but got {self.dp_shard}"
+            )
         if self.min_layer_size is not None and self.min_layer_size < 0:
             raise ConfigError(f"min_layer_size expects at least 0 but got {self.min_layer_size}")
         for name in ("lr", "adam_eps"):

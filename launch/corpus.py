@@ -5,10 +5,44 @@ from __future__ import annotations
 import functools
 import random
 
-PEOPLE = "Ada Bao Chidi Dora Emil Fatima Goro Hana Ines Jomo Kaya Lena Milo Nuru Otto Pia".split()
-THINGS = "apples books coins drums eggs figs gears hats keys lamps maps nails pens ropes seeds tiles".split()
-PLACES = "the barn,the market,the river,the school,the station,the tower,the valley,the workshop".split(",")
-VERBS = "counted found bought lost painted carried sold hid".split()
+PEOPLE = [
+    "Ada",
+    "Bao",
+    "Chidi",
+    "Dora",
+    "Emil",
+    "Fatima",
+    "Goro",
+    "Hana",
+    "Ines",
+    "Jomo",
+    "Kaya",
+    "Lena",
+    "Milo",
+    "Nuru",
+    "Otto",
+    "Pia",
+]
+THINGS = [
+    "apples",
+    "books",
+    "coins",
+    "drums",
+    "eggs",
+    "figs",
+    "gears",
+    "hats",
+    "keys",
+    "lamps",
+    "maps",
+    "nails",
+    "pens",
+    "ropes",
+    "seeds",
+    "tiles",
+]
+PLACES = ["the barn", "the market", "the river", "the school", "the station", "the tower", "the valley", "the workshop"]
+VERBS = ["counted", "found", "bought", "lost", "painted", "carried", "sold", "hid"]
 
 
 def _sum(r: random.Random) -> str:

@@ -90,7 +90,7 @@ def launch(out: Path, steps: int, device: str) -> int:
 
 def as_table(runs: list[Run]) -> str:
     base = runs[0]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             run.name,
             f"{run.series('loss')[0][1]:.3f}",
@@ -130,7 +130,9 @@ def show(out: Path, steps: int, device: str) -> int:
 
     for recipe in RECIPES:  # of an earlier demo
         shutil.rmtree(out / recipe, ignore_errors=True)
-    print(f"te_dist {te_dist.__version__} on torch {torch.__version__}, {RANKS} ranks on {device}: TP=2 x FSDP=2, SP on")
+    print(
+        f"te_dist {te_dist.__version__} on torch {torch.__version__}, {RANKS} ranks on {device}: TP=2 x FSDP=2, SP on"
+    )
     print(f"a 2-layer Llama, {steps} steps in each recipe; {RESUMED} is stopped half way and resumed\n", flush=True)
     begun = time.perf_counter()
     code = launch(out, steps, device)

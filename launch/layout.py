@@ -62,9 +62,6 @@ def shard_model(model: nn.Module, blocks: list[nn.Module], layout: Layout, confi
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    fully_shard = getattr(te_dist.parallel, "fully_shard", None)
-    if fully_shard is None:
-        raise ConfigError("data parallelism needs te_dist.parallel.fully_shard, which this te_dist does not have")
     mesh = layout.mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else layout.mesh["dp_shard"]
     compute = getattr(torch, config.compute_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -75,8 +72,8 @@ def shard_model(model: nn.Module, blocks: list[nn.Module], layout: Layout, confi
         "quantized_all_gather": config.quantized_all_gather,
     }
     for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        te_dist.parallel.fully_shard(block, **options)
+    te_dist.parallel.fully_shard(model, **options)
 
 
 def apply_tensor_parallel(model: nn.Module, layout: Layout, config: TrainConfig) -> None:

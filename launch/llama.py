@@ -54,8 +54,7 @@ class Llama(nn.Module):
         self.size, self.compute_dtype = size, compute_dtype
         self.activation_checkpointing = activation_checkpointing
         self.loss: Loss = cross_entropy
-        options = {"device": device, "dtype": param_dtype}
-        self.embed = nn.Embedding(size.vocab_size, size.hidden, **options)
+        self.embed = nn.Embedding(size.vocab_size, size.hidden, device=device, dtype=param_dtype)
         self.rotary = te_dist.RotaryPositionEmbedding(size.head_size, rotary_base=size.rope_base)
         self.layers = nn.ModuleList(
             te_dist.TransformerLayer(
@@ -77,11 +76,11 @@ class Llama(nn.Module):
             for index in range(size.layers)
         )
         self.norm = te_dist.RMSNorm(size.hidden, size.norm_eps, device=device, params_dtype=param_dtype)
-        self.head = te_dist.Linear(size.hidden, size.vocab_size, bias=False, **options)  # type: ignore[arg-type]
+        self.head = te_dist.Linear(size.hidden, size.vocab_size, bias=False, device=device, dtype=param_dtype)
         self.tie()
         if split_gate:
             for layer in self.layers:
-                layer.layernorm_mlp._split_gate()
+                layer.layernorm_mlp._split_gate()  # type: ignore[union-attr, operator]
         if device is not None and torch.device(device).type != "cpu":
             self.rotary.to(device)
 

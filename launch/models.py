@@ -52,8 +52,8 @@ class HuggingFaceLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        stacks = [m for m in self.lm.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-        return list(max(stacks, key=len)) if stacks else []
+        stacks = [list(m) for m in self.lm.modules() if isinstance(m, nn.ModuleList)]
+        return max(stacks, key=len, default=[])
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         with torch.autocast(tokens.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
@@ -75,7 +75,8 @@ def build_model(config: TrainConfig, vocab_size: int, layout: layouts.Layout, de
         hf = HuggingFaceLM(config.hf_config, compute, param, checkpointing)
         if hf.vocab_size < vocab_size:
             raise ConfigError(
-                f"hf_config {config.hf_config!r} has a vocabulary of {hf.vocab_size}, but the tokenizer needs {vocab_size}"
+                f"hf_config {config.hf_config!r} has a vocabulary of {hf.vocab_size}, but the tokenizer needs "
+                f"{vocab_size}"
             )
         model, blocks = hf.to(device), hf.blocks
         matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
@@ -119,6 +120,7 @@ def quantize(model: nn.Module, config: TrainConfig) -> ConversionReport:
     )
     if not report.converted:
         raise ConfigError(
-            f"recipe {config.recipe} quantizes no layer of this model, it would train in {config.compute_dtype}:\n{report}"
+            f"recipe {config.recipe} quantizes no layer of this model, it would train in {config.compute_dtype}:\n"
+            f"{report}"
         )
     return report

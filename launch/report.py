@@ -79,7 +79,22 @@ def _wire(run: Run) -> str:
     header = ("collective", "payload", "dtype", "phase", "count", "bytes")
     return (
         bars(f"Bytes on the wire: {run.name}", shown, f"what rank 0 handed to te_dist's collectives in step {step}")
-        + f"<details><summary>every collective of {html.escape(run.name)}</summary>{table(header, rows, (4, 5))}</details>"
+        + f"<details><summary>every collective of {html.escape(run.name)}</summary>"
+        + f"{table(header, rows, (4, 5))}</details>"
+    )
+
+
+def _gathers(run: Run) -> str:
+    if not run.gathers:
+        return ""
+    rows = []
+    for g in run.gathers:
+        share = f"{g['bytes'] / g['bf16_bytes']:.2f}" if g["bf16_bytes"] else "-"
+        rows.append((g["name"], g["how"], g["format"], f"{g['bytes']:,}", share, g["reason"]))
+    quantized = sum(1 for g in run.gathers if g["how"] == "quantized")
+    return (
+        f"<h3>{html.escape(run.name)}: {quantized} of {len(rows)} weights are gathered as quantized bytes</h3>"
+        + table(("weight", "gathered", "format", "bytes a rank sends per step", "of bf16", "why not"), rows, (3, 4))
     )
 
 
@@ -100,10 +115,7 @@ def _quantization(run: Run) -> str:
                 text = f"{s[key]:.3f}"
                 row.append(Cell(text) if s[key] > worth else text)
             rows.append([*row, *(f"{s[key]:.3g}" for key in ("amax", "scale_min", "scale_max"))])
-    return (
-        f"<h3>{html.escape(run.name)}, step {step}</h3>{_quantization_charts(run)}"
-        f"{table(header, rows, range(2, 8))}"
-    )
+    return f"<h3>{html.escape(run.name)}, step {step}</h3>{_quantization_charts(run)}{table(header, rows, range(2, 8))}"
 
 
 def _quantization_charts(run: Run) -> str:
@@ -150,8 +162,8 @@ def report_html(runs: Sequence[Run]) -> str:
     start = first.start
     subtitle = (
         f"{first.config.get('hf_config') or first.config.get('preset', '')}, {short(start.get('parameters', 0))} "
-        f"parameters, {start.get('ranks', 1)} rank(s) on {start.get('device', '?')}, te_dist {start.get('te_dist', '?')}, "
-        f"torch {start.get('torch', '?')}"
+        f"parameters, {start.get('ranks', 1)} rank(s) on {start.get('device', '?')}, "
+        f"te_dist {start.get('te_dist', '?')}, torch {start.get('torch', '?')}"
     )
     header, rows = summary_rows(runs)
     charts = [_losses(runs)]
@@ -171,6 +183,7 @@ def report_html(runs: Sequence[Run]) -> str:
         "<h2>Curves</h2>",
         f'<div class="grid2">{"".join(charts)}</div>',
         _section("Bytes on the wire", [_wire(run) for run in runs]),
+        _section("FSDP2's weight gathers", [_gathers(run) for run in runs]),
         _section("Quantization statistics", [_quantization(run) for run in runs]),
         _section("Layers", [_layers(run) for run in runs]),
         "<h2>Config</h2>",
@@ -224,7 +237,9 @@ def write_png(runs: Sequence[Run], path: Path) -> Path | None:
         for index, run in enumerate(runs):
             points = run.series(key) if key else [(s, y - base[s]) for s, y in run.series("loss") if s in base]
             if points:
-                axis.plot(*zip(*points, strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1.3, label=run.name)
+                axis.plot(
+                    *zip(*points, strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1.3, label=run.name
+                )
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)

@@ -87,6 +87,12 @@ class Run:
         return sum(row["bytes"] for row in self.wire)
 
     @property
+    def gathers(self) -> list[dict[str, Any]]:
+        """How FSDP2 gathers each weight."""
+        found = self.of("gathers")
+        return found[-1]["weights"] if found else []
+
+    @property
     def quantization(self) -> tuple[int, dict[str, Any]] | None:
         """(step, statistics) of the last sampled step."""
         sampled = self.of("quantization")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -32,7 +33,7 @@ from te_dist.launch.progress import Lines, progress_for, short, size_text
 from te_dist.launch.runtime import World
 from te_dist.launch.stopping import StopRequest, name_of
 from te_dist.launch.tokenizers import padded_vocab, tokenizer_from
-from te_dist.launch.wire import count_bytes
+from te_dist.launch.wire import count_bytes, weight_gathers
 
 # What must be the same for a checkpoint to be continued.
 MODEL_KEYS = ("preset", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab_size", "tied_embeddings", "hf_config")
@@ -84,7 +85,8 @@ class Trainer:
         needed = padded_vocab(tokenizer.vocab_size)
         self.built = build_model(config, needed, self.layout, self.world.device)
         vocabulary = self._vocabulary(needed)
-        self.world.attempt(lambda: [check_vocabulary(data, vocabulary) for data in (train, held_out) if data])
+        for data in filter(None, (train, held_out)):
+            self.world.attempt(functools.partial(check_vocabulary, data, vocabulary))
         self.batches = Batches(
             train,
             held_out,
@@ -308,6 +310,7 @@ class Trainer:
                 for layer in self.built.conversion.layers
             ]
             (self.run_dir / "layers.json").write_text(json.dumps(layers, indent=1))
+        log.write("gathers", weights=weight_gathers(self.model))
         if self.resumed_from is not None:
             log.write("resume", step=self.done.step, path=str(self.resumed_from))
         log.write(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 import te_dist.parallel
 from te_dist.launch.metrics import MetricsLog
@@ -15,11 +16,10 @@ from te_dist.launch.metrics import MetricsLog
 @contextlib.contextmanager
 def count_bytes(wanted: bool, step: int, log: MetricsLog) -> Iterator[None]:
     """Write what rank 0 handed to te_dist's collectives in this step, by kind, payload and dtype."""
-    report_of = getattr(te_dist.parallel, "comm_report", None)
-    if not wanted or not dist.is_initialized() or report_of is None:
+    if not wanted or not dist.is_initialized():
         yield
         return
-    with report_of() as report:
+    with te_dist.parallel.comm_report() as report:
         yield
     merged: dict[tuple[str, str, str, str], list[int]] = {}
     for c in report.select():
@@ -31,3 +31,18 @@ def count_bytes(wanted: bool, step: int, log: MetricsLog) -> Iterator[None]:
         for (kind, payload, dtype, phase), (count, size) in merged.items()
     ]
     log.write("wire", step=step, collectives=rows)
+
+
+def weight_gathers(model: nn.Module) -> list[dict[str, Any]]:
+    """How FSDP2 gathers the weights of te_dist's layers, a row each; none without FSDP2."""
+    return [
+        {
+            "name": p.name,
+            "how": p.how,
+            "format": p.format,
+            "bytes": p.forward_bytes + p.backward_bytes,
+            "bf16_bytes": p.bf16_bytes,
+            "reason": p.reason,
+        }
+        for p in te_dist.parallel.all_gather_report(model).parameters
+    ]

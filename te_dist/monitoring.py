@@ -274,9 +274,7 @@ class Monitor:
             file.write(json.dumps(entry) + "\n")
 
 
-def monitor(
-    model: nn.Module, every: int = 100, log: Log | None = None, *, group: GroupLike | None = None
-) -> Monitor:
+def monitor(model: nn.Module, every: int = 100, log: Log | None = None, *, group: GroupLike | None = None) -> Monitor:
     """Measure what quantization does to inputs, weights and gradients of te_dist's layers, every so many steps.
 
     For each layer and role (input, weight, grad_output): underflow_percent (values that became 0),
@@ -320,7 +318,7 @@ def _named_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
             module.spec = dataclasses.replace(module.spec, name=name)
             module._configs, module._configs_recipe = {}, None
             if getattr(module, "_lean", None) is not None:
-                module._lean = None  # type: ignore[attr-defined]
+                vars(module)["_lean"] = None
         found[name] = module
     return found
 

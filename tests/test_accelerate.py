@@ -244,7 +244,11 @@ def _fsdp2(rank: int, world: int, folder: Path, recipe: str) -> dict[str, Any]:
     accelerator, model, optimizer = start()
     accelerator.load_state(str(folder / "state"))
     resumed = steps(accelerator, model, optimizer, data[3:])
-    wire = {c.dtype for c in report.select(kind="all_gather") if c.payload.startswith("weight, ") and "high" not in c.payload}
+    wire = {
+        c.dtype
+        for c in report.select(kind="all_gather")
+        if c.payload.startswith("weight, ") and "high" not in c.payload
+    }
     return {"first": first, "expected": expected, "resumed": resumed, "mapped": mapped, "wire": wire,
             "quantized": len(gathered.quantized), "all": len(gathered.parameters)}  # fmt: skip
 
@@ -298,8 +302,8 @@ def test_fsdp2_and_tensor_parallelism_on_four_ranks(rank_pools: Callable[[int], 
 def test_accelerate_launch_with_the_example(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "single_gpu.yaml"), "--cpu",
-         str(EXAMPLES / "train_accelerate.py"), "--hidden", "64", "--layers", "1", "--steps", "3"],
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "single_gpu.yaml"),
+         "--cpu", str(EXAMPLES / "train_accelerate.py"), "--hidden", "64", "--layers", "1", "--steps", "3"],
         capture_output=True, text=True, cwd=tmp_path, timeout=180, env=os.environ | {"TE_DIST_RECIPE": "nvfp4"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

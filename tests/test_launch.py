@@ -140,7 +140,7 @@ def test_demo_trains_four_ranks_in_every_recipe(tmp_path: Path) -> None:
     """TP=2 x FSDP=2 with SP: quantized curves follow bf16's, one run is resumed, and the page is there."""
     pytest.importorskip("matplotlib")
     done = subprocess.run(
-        [sys.executable, "-m", "te_dist.launch.cli", "demo", "--steps", "16", "--out", str(tmp_path), "--device", "cpu"],
+        [sys.executable, "-m", "te_dist.launch.demo", "--steps", "16", "--out", str(tmp_path), "--device", "cpu"],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -186,7 +186,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "te_dist.launch.cli", "demo", "--steps", "2000", "--out", str(tmp_path), "--device", "cpu"],
+        [sys.executable, "-m", "te_dist.launch.cli", "demo", "--steps", "2000", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

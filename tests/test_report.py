@@ -18,7 +18,9 @@ from te_dist.launch.metrics import MetricsLog
 from te_dist.launch.report import write_report
 from te_dist.launch.runs import read_run, read_runs
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 
 
 def made_run(folder: Path, shift: float = 0.0, steps: int = 30, name: str = "fp8_current") -> Path:
@@ -29,7 +31,14 @@ def made_run(folder: Path, shift: float = 0.0, steps: int = 30, name: str = "fp8
         log.write("step", step=step, loss=5.0 / step + shift, grad_norm=1.0, lr=1e-3, tokens=step, mfu=0.4,
                   tokens_per_s=1000.0 + step, memory=2**20 * step)  # fmt: skip
     log.write("eval", step=steps, loss=0.5 + shift)
-    row = {"kind": "all_gather", "payload": "e4m3 <row>", "dtype": "uint8", "phase": "forward", "count": 3, "bytes": 4096}
+    row = {
+        "kind": "all_gather",
+        "payload": "e4m3 <row>",
+        "dtype": "uint8",
+        "phase": "forward",
+        "count": 3,
+        "bytes": 4096,
+    }
     log.write("wire", step=2, collectives=[row])
     entry = {"underflow_percent": 55.5, "saturation_percent": 0.0, "sqnr_db": 31.2, "scale_min": 0.1, "scale_max": 0.2,
              "amax": 3.0}  # fmt: skip
@@ -161,7 +170,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert CHROMIUM is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
              "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--v=0",
-             f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2000", "--virtual-time-budget=3000"]  # fmt: skip
+             f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2000",
+             "--virtual-time-budget=3000"]  # fmt: skip
     done = subprocess.run(
         [CHROMIUM, *flags, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120
     )

@@ -50,9 +50,11 @@ def test_it_learns_and_writes_what_it_says(tmp_path: Path) -> None:
     assert seen[1] > 5.0 and seen[40] < 3.3
     events = read_metrics(tmp_path / "run")
     kinds = {event["event"] for event in events}
-    assert kinds == {"start", "step", "eval", "quantization", "checkpoint", "end"}
+    assert kinds == {"start", "gathers", "step", "eval", "quantization", "checkpoint", "end"}
     step = next(e for e in events if e["event"] == "step" and e["step"] == 7)
-    assert step["tokens"] == 7 * 4 * 64 and step["tokens_per_s"] > 0 and step["memory"] > 1 << 20 and step["mfu"] is None
+    assert (
+        step["tokens"] == 7 * 4 * 64 and step["tokens_per_s"] > 0 and step["memory"] > 1 << 20 and step["mfu"] is None
+    )
     assert step["grad_norm"] > 0 and step["lr"] == pytest.approx(3e-3 * 7 / 10)
     assert [e["step"] for e in events if e["event"] == "quantization"] == [1, 21]
     for name in ("config.yaml", "layers.json", "report.html", "report.png", "profile/rank0.json"):
@@ -86,7 +88,7 @@ def test_microbatches_add_up_to_the_same_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
-def test_checkpointed_activations_and_compiled_blocks_change_nothing(tmp_path: Path, recipe: str) -> None:
+def test_checkpointed_activations_change_nothing(tmp_path: Path, recipe: str) -> None:
     train(tmp_path / "plain", recipe=recipe, steps=2)
     train(tmp_path / "recomputed", recipe=recipe, steps=2, activation_checkpointing="full")
     assert losses(tmp_path / "plain") == losses(tmp_path / "recomputed")
@@ -99,6 +101,46 @@ def test_tied_embeddings_are_one_parameter_and_survive_a_resume(tmp_path: Path) 
     assert isinstance(trainer.model, Llama) and trainer.model.head.weight is trainer.model.embed.weight
     trainer.train()
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+def test_compiled_blocks_train_like_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph per block, and with a backend that fuses nothing not a bit of difference."""
+    compile_block = torch.nn.Module.compile
+
+    def whole_graph(block: torch.nn.Module, **options: Any) -> None:
+        assert options == {"fullgraph": True}
+        compile_block(block, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", whole_graph)
+    for recipe in ("fp8_block", "nvfp4"):
+        options: dict[str, Any] = {"steps": 2, "layers": 1, "recipe": recipe}
+        train(tmp_path / recipe / "eager", **options)
+        train(tmp_path / recipe / "compiled", compile=True, **options)
+        assert losses(tmp_path / recipe / "compiled") == losses(tmp_path / recipe / "eager")
+
+
+def test_a_hugging_face_model_from_its_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    small = transformers.GPTNeoXConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    small.save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {"hf_config": str(tmp_path / "model"), "recipe": "fp8_current", "lr": 3e-3}
+    train(tmp_path / "whole", **options)
+    train(tmp_path / "parts", checkpoint_every=3, final_checkpoint=False, **options)
+    train(tmp_path / "parts", **options)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    layers = {entry["name"]: entry["recipe"] for entry in json.loads((tmp_path / "whole" / "layers.json").read_text())}
+    assert layers["lm.gpt_neox.layers.0.mlp.dense_h_to_4h"] == "Float8CurrentScaling()"
+    small.vocab_size = 100
+    small.save_pretrained(tmp_path / "small")
+    with pytest.raises(ConfigError, match="has a vocabulary of 100, but the tokenizer needs 320"):
+        Trainer(config_of(tmp_path / "other", hf_config=str(tmp_path / "small")))
+    with pytest.raises(ConfigError, match="gives no causal LM"):
+        (tmp_path / "bad").mkdir()
+        (tmp_path / "bad" / "config.json").write_text("{}")
+        Trainer(config_of(tmp_path / "bad_run", hf_config=str(tmp_path / "bad")))
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -144,7 +186,7 @@ def test_a_damaged_checkpoint_is_found_out_and_the_one_before_it_serves(tmp_path
         Trainer(config_of(tmp_path, resume=str(newest)))
     for name in ("step-00000002", "step-00000004"):
         (tmp_path / "checkpoints" / name / "checkpoint.json").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):  # never a quiet start from scratch
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):  # never a quiet start from scratch
         Trainer(config_of(tmp_path))
 
 
@@ -158,7 +200,7 @@ def test_a_save_that_fails_half_way_leaves_the_previous_one(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.dcp, "save", half)
-        with pytest.raises(CheckpointError, match="step 6 could not be written.*No space left"):
+        with pytest.raises(CheckpointError, match=r"step 6 could not be written.*No space left"):
             train(tmp_path, steps=6)
     assert checkpoints(tmp_path) == [".partial-step-00000006", "step-00000002"]
     result = train(tmp_path, steps=6)  # resumes, and clears away what was left
@@ -215,7 +257,11 @@ def test_the_learning_rate_schedules(tmp_path: Path) -> None:
 
 def test_gradient_norm_and_clipping_are_torchs() -> None:
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(7, 5)), torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.ones(2))]
+    params = [
+        torch.nn.Parameter(torch.randn(7, 5)),
+        torch.nn.Parameter(torch.randn(3)),
+        torch.nn.Parameter(torch.ones(2)),
+    ]
     for param in params[:2]:
         param.grad = torch.randn_like(param)
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]

@@ -10,13 +10,21 @@ from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.options import config_from, parser, read_config_file
 from te_dist.launch.presets import PRESETS
 from te_dist.launch.recipes import patterns_from, recipe_from, recipe_table, short_label
-from te_dist.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from te_dist.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     file = tmp_path / "run.yaml"
-    file.write_text("steps: 7\nlr: 1e-4\nseq-len: 64\nrecipe:\n  '*.fc2': nvfp4\n  '*': mxfp8\nsp: false\nlayers: null\n")
+    file.write_text(
+        "steps: 7\nlr: 1e-4\nseq-len: 64\nrecipe:\n  '*.fc2': nvfp4\n  '*': mxfp8\nsp: false\nlayers: null\n"
+    )
     config = config_from(["--config", str(file), "--steps", "9"]).check()
     assert (config.steps, config.lr, config.seq_len, config.micro_batch) == (9, 1e-4, 64, TrainConfig().micro_batch)
     assert config.recipe == {"*.fc2": "nvfp4", "*": "mxfp8"} and config.layers is None

@@ -102,8 +102,14 @@ def _norms(rank: int, world: int, folder: Path, options: dict[str, Any]) -> tupl
 
 
 def test_the_gradient_norm_counts_every_shard_once(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:
-    for options in ({"tp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 2, "sp": True, "dp_replicate": 2}):
-        found = rank_pools(4).run(_norms, tmp_path, {**LAYOUT, "tp": 1, "dp_shard": -1, "sp": False, **options}, timeout=120)
+    for options in (
+        {"tp": 2, "dp_shard": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"tp": 2, "sp": True, "dp_replicate": 2},
+    ):
+        found = rank_pools(4).run(
+            _norms, tmp_path, {**LAYOUT, "tp": 1, "dp_shard": -1, "sp": False, **options}, timeout=120
+        )
         for norm, expected in found:
             assert norm == pytest.approx(expected, rel=1e-5)
         assert len({norm for norm, _ in found}) == 1
@@ -111,7 +117,12 @@ def test_the_gradient_norm_counts_every_shard_once(rank_pools: Callable[[int], R
 
 def _microbatches(rank: int, world: int, folder: Path) -> None:
     for name, microbatches in (("one", 1), ("two", 2)):
-        options = {"micro_batch": 2 // microbatches, "microbatches": microbatches, "compute_dtype": "float32", "steps": 2}
+        options = {
+            "micro_batch": 2 // microbatches,
+            "microbatches": microbatches,
+            "compute_dtype": "float32",
+            "steps": 2,
+        }
         Trainer(config_of(folder / name, **options), runtime.start("cpu", 60)).train()
 
 

@@ -72,7 +72,7 @@ class TEDistAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Over shards on any mesh, which torch's own refuses to add up when some parameters are tensor parallel."""
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        params: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if norm_type != 2 or not any(isinstance(p, DTensor) for p in params):
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients()
@@ -140,11 +140,15 @@ def _check(accelerator: Accelerator, models: list[nn.Module], plugin: TEDistPlug
             "TEDistAccelerator, or mixed_precision='bf16'"
         )
     if accelerator.mixed_precision == "fp16":
-        raise ConfigError("te_dist expects mixed_precision bf16 or no but got fp16, whose loss scaling it does not know")
+        raise ConfigError(
+            "te_dist expects mixed_precision bf16 or no but got fp16, whose loss scaling it does not know"
+        )
     handlers = [h for h in ("ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler", "fp8_recipe_handler")
                 if getattr(accelerator, h, None) is not None]  # fmt: skip
     if handlers:
-        raise ConfigError(f"the Accelerator has {handlers[0]}, another FP8 library's, beside te_dist: remove one of them")
+        raise ConfigError(
+            f"the Accelerator has {handlers[0]}, another FP8 library's, beside te_dist: remove one of them"
+        )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.is_fsdp2 and fsdp is not None and fsdp.cpu_ram_efficient_loading and _is_delayed(plugin):
         raise ConfigError(
@@ -189,7 +193,9 @@ def _spread(
     te_dist.parallel.parallelize(model, accelerator.torch_device_mesh["tp"], plan)
     after = dict(model.named_parameters())
     if not any(isinstance(p, DTensor) for p in after.values()):
-        raise ConfigError(f"tp_plan {list(plan)} matches no layer of {type(model).__name__}: give TEDistPlugin a tp_plan")
+        raise ConfigError(
+            f"tp_plan {list(plan)} matches no layer of {type(model).__name__}: give TEDistPlugin a tp_plan"
+        )
     new = {id(before[name]): param for name, param in after.items() if name in before}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -207,5 +213,9 @@ def _watch(accelerator: Accelerator, model: nn.Module, results: Any, plugin: TED
         return
     watch = te_dist.monitor(_unwrapped(model), plugin.monitor_every, plugin.monitor_log)
     inner = getattr(optimizers[0], "optimizer", optimizers[0])
-    inner.register_step_post_hook(lambda *_: watch.step())
-    accelerator.te_dist_monitor = watch  # type: ignore[attr-defined]
+
+    def stepped(*_: Any) -> None:
+        watch.step()
+
+    inner.register_step_post_hook(stepped)
+    vars(accelerator)["te_dist_monitor"] = watch

@@ -35,4 +35,4 @@ def warn_if_unused() -> None:
         return stock(self, *args, **options)
 
     setattr(prepare, _MARK, True)
-    Accelerator.prepare = prepare  # type: ignore[method-assign]
+    Accelerator.prepare = prepare

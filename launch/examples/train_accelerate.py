@@ -1,7 +1,7 @@
 """A training script for accelerate: te_dist is the three marked lines.
 
-    accelerate launch --config_file launch/examples/single_gpu.yaml launch/examples/train_accelerate.py
-    TE_DIST_RECIPE=nvfp4 accelerate launch --config_file launch/examples/fsdp2.yaml launch/examples/train_accelerate.py
+accelerate launch --config_file launch/examples/single_gpu.yaml launch/examples/train_accelerate.py
+TE_DIST_RECIPE=nvfp4 accelerate launch --config_file launch/examples/fsdp2.yaml launch/examples/train_accelerate.py
 """
 
 from __future__ import annotations
