@@ -133,10 +133,41 @@ def plot(runs: list[Run], path: Path) -> None:
     plt.close(figure)
 
 
+def _parallel_rank(rank: int, folder: str, steps: int, device: str) -> None:
+    """One of two processes that train a Llama together. gloo, so that both may share a GPU, or have none."""
+    import torch.distributed as dist
+
+    from te_dist.launch.tensor_parallel import train as train_parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        seen: list[float] = []
+        data = batches(steps, torch.device(device))
+        report, _ = train_parallel(RECIPES["MXFP8"], data, lambda step, loss: seen.append(loss))
+        if rank == 0:
+            print(f"  loss {seen[0]:.3f} -> {seen[-1]:.3f}; what one rank sent in the last step:\n", flush=True)
+            print(f"{report}\n", flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def train_parallel(steps: int, device: torch.device) -> None:
+    """Two ranks with tensor and sequence parallelism, and the comm report of one step."""
+    import tempfile
+
+    import torch.multiprocessing as mp
+
+    print(f"the same data in MXFP8 over two ranks, tensor and sequence parallel, {steps} steps", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_parallel_rank, args=(folder, steps, device.type), nprocs=2, join=True)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Train, print the table of losses, save the curves."""
+    """Train, print the table of losses, save the curves; then train over two ranks."""
     parser = argparse.ArgumentParser(prog="te-dist demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=120, help="training steps per recipe (default 120)")
+    parser.add_argument("--parallel-steps", type=int, default=20, help="training steps over two ranks (default 20)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--plot", type=Path, default=Path("demo_output/losses.png"), help="where the plot goes")
     options = parser.parse_args(argv)
@@ -150,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"a 2-layer Llama on {BATCH} x {LENGTH} tokens of Python, {options.steps} steps in each recipe\n", flush=True)
     runs = train_all(options.steps, device, Progress())
     print(f"\n{as_table(runs)}\n")
+    if options.parallel_steps > 0:
+        train_parallel(options.parallel_steps, device)
     try:
         plot(runs, options.plot)
     except ImportError:

@@ -4,6 +4,7 @@ The one-process core below this package knows process groups only as arguments o
 """
 
 from te_dist.parallel import ops as ops
+from te_dist.parallel.attention import MultiheadAttention, TransformerLayer
 from te_dist.parallel.collectives import (
     all_reduce_amax,
     allreduce,
@@ -34,15 +35,12 @@ from te_dist.parallel.mappings import (
 from te_dist.parallel.modules import (
     ColumnParallelLinear,
     GroupedLinear,
-    LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
-    MultiheadAttention,
-    RMSNorm,
     RowParallelLinear,
-    TransformerLayer,
 )
+from te_dist.parallel.norms import LayerNorm, RMSNorm
 from te_dist.parallel.plans import check_ranks, parallelize
 from te_dist.parallel.report import Collective, CommReport, comm_report
 from te_dist.parallel.rng import RankStream, rank_stream, seed_streams

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_dist import groups
 from te_dist.groups import GroupLike
+from te_dist.modules import parameters
 from te_dist.modules.parameters import local_part
 from te_dist.parallel.collectives import _ranks_of
 from te_dist.parallel.mappings import (
@@ -78,6 +79,10 @@ class VocabParallelEmbedding(nn.Embedding):
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel(found, self._group)
         return reduce_from_tensor_parallel(found, self._group)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        parameters.spread_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         if not self._group:

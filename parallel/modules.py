@@ -8,7 +8,6 @@ full sizes, so that initialisation is that of one process, whatever the number o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -21,11 +20,13 @@ from torch.distributed.tensor.placement_types import Placement
 import te_dist
 from te_dist import transport
 from te_dist.groups import GroupLike, resolve_group
+from te_dist.modules import parameters
 from te_dist.modules.base import QuantizedLayer
-from te_dist.modules.parameters import local_part
+from te_dist.modules.linear import linear_spec
 from te_dist.parallel.comm import COLUMN, ROW, TensorParallel
-from te_dist.parallel.mappings import copy_to_tensor_parallel
-from te_dist.parallel.rng import rank_stream
+from te_dist.recipe import NoRecipe
+
+parameters.spread_types = (DTensor,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,204 +397,26 @@ class GroupedLinear(ParallelLayer, te_dist.GroupedLinear):
         return made
 
 
-# ------------------------------------------------------------------------------------------------- norms
-class _SequenceParallelNorm(nn.Module):
-    """A norm that sees this rank's rows: the gradients of its parameters are summed over the ranks."""
-
-    _group = ""
-    weight: Any
-    bias: Any
-
-    def _set_parallel(self, mesh: DeviceMesh, sums: bool = True) -> None:
-        """`sums`: the rows are spread; else every rank sees them all, and has the whole gradient."""
-        if mesh.size() == 1:
-            return
-        for name in list(self._parameters):
-            distribute_parameter(self, name, mesh, Replicate())
-        self._group = str(mesh.get_group().group_name) if sums else ""
-
-    def _gain_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._summed(self.weight), self._summed(self.bias)
-        assert weight is not None
-        return weight.view(-1), None if bias is None else bias.view(-1)
-
-    def _summed(self, param: Tensor | None) -> Tensor | None:
-        param = local_part(param)
-        return param if param is None or not self._group else copy_to_tensor_parallel(param, self._group)
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            zero_centered = getattr(self, "zero_centered_gamma", False)
-            for name, value in (("weight", 0.0 if zero_centered else 1.0), ("bias", 0.0)):
-                if self._parameters.get(name) is not None:
-                    local_part(self._parameters[name]).fill_(value)
-
-
-class TorchLayerNorm(_SequenceParallelNorm, nn.LayerNorm):
-    """torch's own LayerNorm of rows that are spread over ranks; ``parallelize`` makes these."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = (self._summed(p) for p in (self.weight, self.bias))
-        return nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-
-
-class TorchRMSNorm(_SequenceParallelNorm, nn.RMSNorm):
-    """torch's own RMSNorm of rows that are spread over ranks; ``parallelize`` makes these."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self._summed(self.weight), self.eps)
-
-
-class LayerNorm(_SequenceParallelNorm, te_dist.LayerNorm):
-    """te_dist.LayerNorm of rows that are spread over ranks, with sequence_parallel=True and tp_group."""
-
-    def __init__(
-        self, *args: Any, sequence_parallel: bool = False, tp_group: GroupLike | None = None, **options: Any
-    ) -> None:
-        te_dist.LayerNorm.__init__(self, *args, **options)
-        _construct_norm(self, sequence_parallel, tp_group)
-
-
-class RMSNorm(_SequenceParallelNorm, te_dist.RMSNorm):
-    """te_dist.RMSNorm of rows that are spread over ranks, with sequence_parallel=True and tp_group."""
-
-    def __init__(
-        self, *args: Any, sequence_parallel: bool = False, tp_group: GroupLike | None = None, **options: Any
-    ) -> None:
-        te_dist.RMSNorm.__init__(self, *args, **options)
-        _construct_norm(self, sequence_parallel, tp_group)
-
-
-def _construct_norm(norm: Any, sequence_parallel: bool, tp_group: GroupLike | None) -> None:
-    if sequence_parallel and tp_group is None:
-        raise ValueError(
-            f"{type(norm).__name__}: sequence_parallel expects tp_group, over which the gradients are summed"
-        )
-    if sequence_parallel and tp_group is not None:
-        norm._set_parallel(mesh_of(tp_group, device_type_of(norm)))
-
-
-# ------------------------------------------------------------------------------------------------- composed
-class MultiheadAttention(te_dist.MultiheadAttention):
-    """te_dist.MultiheadAttention with its heads spread over the ranks: qkv column parallel, proj row parallel.
-
-    Args:
-        set_parallel_mode: spread the weights; without it tp_group and sequence_parallel have no effect.
-        get_rng_state_tracker: returns a tracker whose ``fork()`` is entered for attention dropout.
-        others: as for ``te_dist.MultiheadAttention`` and ``te_dist.parallel.Linear``.
-    """
-
-    _get_tracker: Any = None
-
-    def __init__(
-        self,
-        *args: Any,
-        set_parallel_mode: bool = False,
-        tp_group: GroupLike | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        keep_gathered: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        amax: str = "global",
-        get_rng_state_tracker: Any = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._get_tracker = get_rng_state_tracker
-        choices = ParallelOptions(sequence_parallel, keep_gathered, reduce_dtype, amax)
-        _construct_composed(self, set_parallel_mode, tp_group, tp_size, choices)
-
-    def _set_parallel(self, mesh: DeviceMesh, mode: str, options: ParallelOptions) -> None:
-        if self.num_gqa_groups % mesh.size():
-            raise ValueError(
-                f"{self._label} expects the {mesh.size()} ranks to divide its {self.num_gqa_groups} key and value heads"
-            )
-        if self.fuse_qkv_params and not self.qkv_weight_interleaved:
-            raise ValueError(
-                f"{self._label} expects fuse_qkv_params=False or qkv_weight_interleaved=True: of one weight with all "
-                f"queries before all keys no rank can have whole heads"
-            )
-        for name, inner_mode in (("layernorm_qkv", COLUMN), ("qkv", COLUMN), ("proj", ROW)):
-            if hasattr(self, name):
-                make_parallel(getattr(self, name), mesh, inner_mode, options)
-        self._ranks = mesh.size()
-
-    def _random_stream(self) -> contextlib.AbstractContextManager[Any]:
-        drops = self._ranks > 1 and self.training and self.attention_dropout > 0
-        return rank_stream(self._get_tracker) if drops else contextlib.nullcontext()
-
-
-class TransformerLayer(te_dist.TransformerLayer):
-    """te_dist.TransformerLayer over the ranks of a group. Arguments as for ``MultiheadAttention`` here."""
-
-    _get_tracker: Any = None
-    _spreads_rows = False
-
-    def __init__(
-        self,
-        *args: Any,
-        set_parallel_mode: bool = False,
-        tp_group: GroupLike | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        keep_gathered: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        amax: str = "global",
-        get_rng_state_tracker: Any = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._get_tracker = get_rng_state_tracker
-        choices = ParallelOptions(sequence_parallel, keep_gathered, reduce_dtype, amax)
-        _construct_composed(self, set_parallel_mode, tp_group, tp_size, choices)
-
-    def _set_parallel(self, mesh: DeviceMesh, mode: str, options: ParallelOptions) -> None:
-        make_parallel(self.self_attention, mesh, mode, options)
-        self.self_attention._get_tracker = self._get_tracker
-        make_parallel(self.layernorm_mlp, mesh, mode, options)
-        if self.layernorm is not None:
-            make_sequence_parallel(self.layernorm, mesh, sums=options.sequence_parallel)
-        self._spreads_rows = options.sequence_parallel and mesh.size() > 1
-
-    def _random_stream(self) -> contextlib.AbstractContextManager[Any]:
-        drops = self._spreads_rows and self.training and self.hidden_dropout > 0
-        return rank_stream(self._get_tracker) if drops else contextlib.nullcontext()
-
-
-def _construct_composed(
-    module: Any, set_parallel_mode: bool, tp_group: GroupLike | None, tp_size: int, options: ParallelOptions
-) -> None:
-    if not set_parallel_mode or (tp_group is None and tp_size == 1):
-        return
-    if tp_group is None:
-        raise ValueError(
-            f"{module._label} expects tp_group where tp_size is {tp_size}; make the process group before the module"
-        )
-    mesh = mesh_of(tp_group, device_type_of(module))
-    if tp_size not in (1, mesh.size()):
-        raise ValueError(f"{module._label} got tp_size {tp_size} but tp_group has {mesh.size()} ranks")
-    module._set_parallel(mesh, COLUMN, options)
-
-
 # ------------------------------------------------------------------------------------------------- in place
+# The parallel form of each layer; parallel/attention.py adds its own.
 _PARALLEL: dict[type, type] = {
     te_dist.Linear: Linear,
     te_dist.LayerNormLinear: LayerNormLinear,
     te_dist.LayerNormMLP: LayerNormMLP,
     te_dist.GroupedLinear: GroupedLinear,
-    te_dist.MultiheadAttention: MultiheadAttention,
-    te_dist.TransformerLayer: TransformerLayer,
-}
-_NORMS: dict[type, type] = {
-    te_dist.LayerNorm: LayerNorm,
-    te_dist.RMSNorm: RMSNorm,
-    nn.LayerNorm: TorchLayerNorm,
-    nn.RMSNorm: TorchRMSNorm,
 }
 
 
 def can_be_parallel(module: nn.Module) -> bool:
     return type(module) in _PARALLEL or type(module) in _PARALLEL.values()
+
+
+def make_te_dist(module: nn.Linear, name: str) -> None:
+    """Turn an nn.Linear into a te_dist.Linear in high precision, in place: whoever holds it holds the same object."""
+    module.__class__ = te_dist.Linear
+    layer: Any = module
+    layer._init_method, layer.return_bias, layer.parameter_splits = None, False, {}
+    layer._init_layer(linear_spec(module.bias is not None, name), NoRecipe())
 
 
 def make_parallel(module: Any, mesh: DeviceMesh, mode: str, options: ParallelOptions) -> None:
@@ -610,13 +433,3 @@ def make_parallel(module: Any, mesh: DeviceMesh, mode: str, options: ParallelOpt
     except BaseException:
         module.__class__ = cls
         raise
-
-
-def make_sequence_parallel(module: Any, mesh: DeviceMesh, sums: bool = True) -> None:
-    """Turn a norm into one of rows that are spread over the ranks, in place; without `sums` every rank has them all."""
-    module.__class__ = _NORMS.get(type(module), type(module))
-    module._set_parallel(mesh, sums)
-
-
-def can_be_sequence_parallel(module: nn.Module) -> bool:
-    return type(module) in _NORMS or type(module) in _NORMS.values()

@@ -14,19 +14,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from te_dist.groups import resolve_group
 from te_dist.modules.base import QuantizedLayer
-from te_dist.modules.convert import _around
 from te_dist.parallel.comm import COLUMN, ROW
 from te_dist.parallel.embedding import VocabParallelEmbedding
 from te_dist.parallel.modules import (
     ParallelOptions,
     can_be_parallel,
-    can_be_sequence_parallel,
     distribute_parameter,
     make_parallel,
-    make_sequence_parallel,
+    make_te_dist,
 )
+from te_dist.parallel.norms import can_be_sequence_parallel, make_sequence_parallel
 from te_dist.parallel.shared import SharedGather
-from te_dist.recipe import NoRecipe
 from te_dist.transport import AGREEMENT, state
 
 SEQUENCE, REPLICATE, GATHER = "sequence", "replicate", "gather"
@@ -50,8 +48,8 @@ def parallelize(
 
     Args:
         mesh: ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))["tp"]``.
-        plan: name patterns (as of fnmatch) of modules to what becomes of them; of patterns that match a module the
-            first counts:
+        plan: name patterns (as of fnmatch) of modules to what becomes of them. Of patterns that match a module the
+            first counts, and what is inside of a module that was matched belongs to it:
 
             - "column": out_features are spread; the result is this rank's part of the features;
             - "row": in_features are spread; the result is summed over the ranks. Of an nn.Embedding: the tokens are;
@@ -86,6 +84,8 @@ def parallelize(
     gathered: list[tuple[str, nn.Module]] = []
     chosen: list[tuple[str, nn.Module, str]] = []
     for name, module in list(model.named_modules()):
+        if any(name.startswith(f"{outer}." if outer else "") for outer, _, _ in chosen):
+            continue  # "layers.*" means the layers, not what is inside of them
         match = next((item for item in plan.items() if fnmatch.fnmatchcase(name, item[0])), None)
         if match is not None:
             unused.discard(match[0])
@@ -98,7 +98,7 @@ def parallelize(
     covered = [name for name, module in gathered if sequence_parallel]
     for name, module, style in chosen:
         inside = any(name.startswith(f"{outer}." if outer else "") for outer in covered)
-        apply_style(model, name, module, mesh, style, options, takes_gathered=inside)
+        apply_style(name, module, mesh, style, options, takes_gathered=inside)
     for name, module in gathered:
         if sequence_parallel:
             SharedGather.attach(module, mesh, name)
@@ -106,7 +106,6 @@ def parallelize(
 
 
 def apply_style(
-    model: nn.Module,
     name: str,
     module: nn.Module,
     mesh: DeviceMesh,
@@ -135,12 +134,7 @@ def apply_style(
         module._set_parallel(mesh, options.sequence_parallel)  # type: ignore[operator]
     else:
         if type(module) is nn.Linear:
-            made = _around(module, NoRecipe(), name)
-            if not name:
-                raise ValueError("parallelize swaps layers inside a model but got a single nn.Linear")
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, made)
-            module = made
+            make_te_dist(module, name)
         if not can_be_parallel(module):
             raise TypeError(
                 f"parallelize: the plan says {style!r} for {label}, which is a {type(module).__name__}; te_dist's "
@@ -164,10 +158,10 @@ def _apply_sequence(module: nn.Module, mesh: DeviceMesh, label: str) -> None:
 
 
 def _name(module: nn.Module, name: str) -> None:
-    """Layers without a name of their own are called by their place in the model, in reports and errors."""
+    """Layers are called by their place in the model, in reports and errors, unless somebody gave them another name."""
     for inner_name, inner in module.named_modules():
-        if isinstance(inner, QuantizedLayer) and not inner.spec.name:
-            full = ".".join(filter(None, (name, inner_name)))
+        full = ".".join(filter(None, (name, inner_name)))
+        if isinstance(inner, QuantizedLayer) and full.endswith(inner.spec.name):
             inner.spec = dataclasses.replace(inner.spec, name=full)
 
 

@@ -11,12 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_dist.modules.convert import _around
 from te_dist.parallel.comm import COLUMN, ROW
 from te_dist.parallel.embedding import VocabParallelEmbedding
-from te_dist.parallel.modules import ParallelOptions, make_parallel
+from te_dist.parallel.modules import ParallelOptions, make_parallel, make_te_dist
 from te_dist.parallel.plans import _apply_sequence
-from te_dist.recipe import NoRecipe
 
 
 class _LayerStyle(ParallelStyle):
@@ -35,7 +33,7 @@ class _LayerStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
-            module = _around(module, NoRecipe(), "")
+            make_te_dist(module, "")
         make_parallel(module, device_mesh, self.mode, self.options)
         return module
 

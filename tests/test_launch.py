@@ -139,11 +139,27 @@ def test_formats_refuses_wrong_arguments(arguments: list[str], capsys: pytest.Ca
 def test_demo_trains_in_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plots" / "losses.png"
-    assert demo.main(["--steps", "12", "--plot", str(path)]) == 0
+    assert demo.main(["--steps", "12", "--parallel-steps", "0", "--plot", str(path)]) == 0
     text = capsys.readouterr().out
     for name in demo.RECIPES:
         assert name in text
     assert path.read_bytes().startswith(b"\x89PNG") and str(path) in text
+
+
+def test_demo_trains_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    demo.train_parallel(6, torch.device("cpu"))
+    shown = capfd.readouterr().out
+    first, last = (float(x) for x in shown.split("loss ")[1].split(";")[0].split(" -> "))
+    assert first > 4.0 > last
+    for words in ("layers.0.layernorm_mlp", "all_gather", "MX e4m3 1x32 blocks, row ", "uint8", "reduce_scatter"):
+        assert words in shown
+
+
+def test_parallel_example_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from te_dist.launch import tensor_parallel
+
+    assert tensor_parallel.main([]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
 
 
 def test_demo_losses_fall_and_follow_bf16() -> None:

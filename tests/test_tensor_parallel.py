@@ -255,8 +255,11 @@ def transformer_matches(rank: int, world: int, device: str, names: list[str]) ->
                     name: part(value, rows if name in ("y", "dx") else param_dim(twin, name), rank, world)
                     for name, value in one.items()
                 }
-                # A rounding of a sum that differs by a bit moves the scales and roundings of every later operand.
-                wrong += compare(f"{recipe} sp={sp}", mine, expected, set(), min(40.0, FLOORS[recipe] - 3))
+                for result in (mine, expected):  # what softmax cannot see has a gradient of nothing but errors
+                    result.pop("self_attention.layernorm_qkv.key_bias" if not fused else "self_attention.qkv.bias")
+                # A rounding of a sum that differs by a bit moves the scales and roundings of every later operand: the
+                # errors of two layers, each made twice.
+                wrong += compare(f"{recipe} sp={sp}", mine, expected, set(), min(38.0, FLOORS[recipe] - 6))
     assert not wrong, "\n".join(wrong)
 
 

@@ -51,8 +51,7 @@ def _quantize_weights(
             param = params[stage.weight_slot + g]
             assert param is not None
             quantizer = weight_quantizer(config, stage, scales, amaxes, g)
-            amax_group = None if kernels.is_shapes_only() else stage.spec.comm.amax_group("weight")
-            group.append(quantize_weight(param, quantizer, group=amax_group)[0])
+            group.append(quantize_weight(param, quantizer, group=stage.spec.comm.amax_group("weight"))[0])
         weights.append(group)
     return flatten_weights(weights) + ([] if amaxes is None else [amaxes])
 

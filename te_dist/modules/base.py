@@ -24,7 +24,7 @@ from te_dist.modules.gathered import (
     note_recomputation,
     record_gathered_amaxes,
 )
-from te_dist.modules.parameters import like_parameter, local_part
+from te_dist.modules.parameters import like_parameter, local_part, spread_state
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
 from te_dist.pipeline.backward import run_delayed
@@ -612,6 +612,8 @@ class QuantizedLayer(torch.nn.Module):
                 setattr(self, name, torch.empty_like(given, device=device))
             elif given is None and current is not None:
                 state_dict[prefix + name] = current  # nothing to load: stays
+        if self._is_parallel:
+            spread_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,20 +8,42 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+# DTensor, once te_dist.parallel has been imported: one process needs no torch.distributed.tensor.
+spread_types: tuple[type, ...] = ()
 
-def local_part(param: Tensor | None) -> Any:
+
+def local_part(param: Any) -> Any:
     """This rank's part of a parameter that may be a DTensor."""
-    return param.to_local() if hasattr(param, "to_local") else param  # type: ignore[union-attr]
+    return param.to_local() if is_spread(param) else param
+
+
+def is_spread(param: Any) -> bool:
+    return isinstance(param, spread_types)
 
 
 def like_parameter(gradient: Tensor, param: Any) -> Tensor:
     """A rank's part of a gradient as what its parameter is: a DTensor has a DTensor's."""
-    if not hasattr(param, "to_local"):
+    if not is_spread(param):
         return gradient
     made: Tensor = type(param).from_local(
         gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return made
+
+
+def spread_state(module: Module, state_dict: Any, prefix: str) -> None:
+    """Whole tensors of a state dict, as one process saves them, become what the module's parameters are."""
+    param: Any
+    for name, param in module._parameters.items():
+        given = state_dict.get(prefix + name)
+        if given is None or not is_spread(param) or is_spread(given):
+            continue
+        if given.shape == param.shape:  # else torch says what does not fit
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = param.device_mesh, param.placements
+            given = given.to(device=param.device, dtype=param.dtype)
+            state_dict[prefix + name] = distribute_tensor(given, mesh, placements, src_data_rank=None)
 
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")

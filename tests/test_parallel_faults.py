@@ -1,0 +1,177 @@
+"""A rank that fails, dies or disagrees: the others end with an error that names the cause, soon, and none hangs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from parallel_cases import RECIPES, linear, parallel_twin, sample
+from torch.distributed.device_mesh import DeviceMesh
+
+Pools = Callable[[int], Any]
+LIMIT = 30  # seconds that any rank may take to end, once another has failed
+TIMEOUT = datetime.timedelta(seconds=5)  # of the groups
+
+
+def own_mesh(device: str) -> Any:
+    """A mesh around a group of its own: one that has failed is not usable again."""
+    return DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device, mesh_dim_names=("tp",))
+
+
+def layer_of(mesh: Any, device: str, recipe: str = "current") -> Any:
+    return parallel_twin(linear("linear", 64, 64, RECIPES[recipe], device), mesh, "column", sequence_parallel=True)
+
+
+def raises_in_forward(rank: int, mesh: Any, device: str) -> None:
+    layer = layer_of(mesh, device)
+    x = sample(32, 64, device, 1)
+    layer(x)
+    layer(x[:, :32] if rank == 1 else x)  # rank 1 brings an input of the wrong width
+
+
+def raises_in_user_code(rank: int, mesh: Any, device: str) -> None:
+    layer = layer_of(mesh, device)
+    x = sample(32, 64, device, 1).requires_grad_()
+    y = layer(x)
+    if rank == 1:
+        raise KeyError("the data loader has no more batches")
+    y.sum().backward()
+
+
+def is_killed(rank: int, mesh: Any, device: str) -> None:
+    layer = layer_of(mesh, device)
+    x = sample(32, 64, device, 1).requires_grad_()
+    y = layer(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    y.sum().backward()
+
+
+def other_shape(rank: int, mesh: Any, device: str) -> None:
+    layer = layer_of(mesh, device)
+    layer(sample(32, 64, device, 1))
+    layer(sample(32 + 32 * rank, 64, device, 1))
+
+
+def other_recipe(rank: int, mesh: Any, device: str) -> None:
+    layer = layer_of(mesh, device, "mxfp8" if rank == 0 else "block")
+    layer(sample(128, 64, device, 1))
+
+
+def other_layer(rank: int, mesh: Any, device: str) -> None:
+    """One rank is a layer ahead: a gather meets a reduction."""
+    layer = layer_of(mesh, device, "mxfp8")
+    row = parallel_twin(linear("linear", 64, 64, None, device), mesh, "row")
+    (layer if rank == 0 else row)(sample(32, 64 if rank == 0 else 32, device, 1))
+
+
+def sticks(rank: int, mesh: Any, device: str) -> None:
+    """A rank that does not come: the group's own timeout ends the wait."""
+    layer = layer_of(mesh, device, "mxfp8")
+    if rank == 1:
+        time.sleep(TIMEOUT.total_seconds() + 3)
+        return
+    layer(sample(32, 64, device, 1))
+
+
+CASES = {
+    "raises": (raises_in_forward, "RankFailed", ("rank 1 raised ValueError", "last dimension to be 64", "[32, 32]")),
+    "shape": (other_shape, "RanksDisagree", ("rank 0:", "[32, 64]", "rank 1:", "[64, 64]", "layer")),
+    "recipe": (other_recipe, "RanksDisagree", ("MX e4m3 1x32", "e4m3 1x128 blocks")),
+    "layer": (other_layer, "RanksDisagree", ("all_gather", "all_reduce")),
+    "stuck": (sticks, "RankFailed", ("gave no sign of life", "imed out")),
+}
+DEATHS = {
+    "user code": (raises_in_user_code, "RankFailed", ("rank 1 raised KeyError", "no more batches")),
+    "killed": (is_killed, "RankFailed", ("rank(s) [1] gave no sign of life",)),
+}
+
+
+def outcome(fn: Any, rank: int, mesh: Any, device: str) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        fn(rank, mesh, device)
+        said = "ended"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - start
+
+
+def fails(rank: int, world: int, device: str, name: str) -> tuple[str, float]:
+    mesh = own_mesh(device)
+    result = outcome(CASES[name][0], rank, mesh, device)
+    time.sleep(0.5)
+    dist.barrier()  # the ranks themselves are fine
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_fails_ends_the_others(rank_pools: Pools, device: str, name: str) -> None:
+    results = rank_pools(2).run(fails, device, name)
+    _, kind, words = CASES[name]
+    for said, seconds in results if kind == "RanksDisagree" else results[:1]:
+        assert said.startswith(kind) and all(word in said for word in words), said
+        assert seconds < LIMIT
+    if name == "raises":
+        assert results[0][1] < TIMEOUT.total_seconds(), "long before the timeout"
+
+
+def continues(rank: int, world: int, device: str) -> None:
+    """An error that all ranks raise alike breaks nothing: none of them takes another's for a failure of its own."""
+    mesh = own_mesh(device)
+    layer = layer_of(mesh, device)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="last dimension"):
+            layer(sample(32, 32, device, 1))
+        if rank == 1:
+            time.sleep(1)  # rank 0 waits, and looks for notes
+        layer(sample(32, 64, device, 1))
+
+
+def test_an_error_of_all_ranks_breaks_nothing(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(continues, device)
+
+
+# ------------------------------------------------------------------------------------------------- processes that end
+def _serve(rank: int, folder: str, device: str, name: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=TIMEOUT)
+    mesh = own_mesh(device)
+    if rank == 1:
+        try:
+            DEATHS[name][0](rank, mesh, device)
+        except KeyError:
+            sys.excepthook(*sys.exc_info())  # as the interpreter does where nobody catches it
+            os._exit(1)
+    said, seconds = outcome(DEATHS[name][0], rank, mesh, device)
+    Path(folder, "said").write_text(f"{seconds} {said}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_process_that_ends_ends_the_others(tmp_path: Path, device: str, name: str) -> None:
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_serve, args=(rank, str(tmp_path), device, name), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        alive = process.is_alive()
+        process.kill()
+        process.join()
+        assert not alive
+    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+    assert said.startswith(DEATHS[name][1]) and all(word in said for word in DEATHS[name][2]), said
+    assert float(seconds) < LIMIT
