@@ -184,7 +184,8 @@ def main() -> None:
             worker.join()
     base = rows["bf16"]
     titles = ("pre us", "post us", "amax us")
-    print(f"{'recipe':<12} {'bytes':>15} {'of bf16':>8} {'peak':>15} {'of bf16':>8} {' '.join(f'{t:>8}' for t in titles)}")
+    columns = " ".join(f"{title:>8}" for title in titles)
+    print(f"{'recipe':<12} {'bytes':>15} {'of bf16':>8} {'peak':>15} {'of bf16':>8} {columns}")
     for name, row in rows.items():
         row["gathered_of_bf16"] = row["gathered_bytes"] / base["gathered_bytes"]
         row["peak_of_bf16"] = row["peak_bytes"] / base["peak_bytes"]
