@@ -265,3 +265,27 @@ def from_meta(rank: int, world: int, device: str) -> None:
 
 def test_meta_device(rank_pools: Pools, device: str) -> None:
     rank_pools(4).run(from_meta, device)
+
+
+# ------------------------------------------------------------------------------------------------- the example
+def example(rank: int, world: int, device: str, folder: str) -> None:
+    """launch/fsdp.py, without torchrun: tensor parallelism x FSDP2 from the meta device, resumed bit for bit."""
+    from te_dist.launch import fsdp as launched
+
+    mesh = mesh_of(device, 2, 2, names=("dp", "tp"))
+    dp = mesh["dp"].get_local_rank()
+    for recipe in ("nvfp4", "delayed"):
+        model = launched.build(launched.RECIPES[recipe], mesh)
+        optimizer = adamw(model)
+        losses = launched.train(model, optimizer, 0, 2, dp, device)
+        pending = save_checkpoint(f"{folder}/{recipe}", 2, model, optimizer, asynchronous=True)
+        losses += launched.train(model, optimizer, 2, 4, dp, device)
+        pending.wait()
+        model = launched.build(launched.RECIPES[recipe], mesh)
+        optimizer = adamw(model)
+        step = load_checkpoint(f"{folder}/{recipe}", model, optimizer)
+        assert launched.train(model, optimizer, step, 4, dp, device) == losses[2:], recipe
+
+
+def test_example(rank_pools: Pools, device: str, tmp_path: Path) -> None:
+    rank_pools(4).run(example, device, str(tmp_path))

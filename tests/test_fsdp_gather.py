@@ -131,6 +131,7 @@ def check_wire(rank: int, world: int, device: str) -> None:
             # And in the report: uint8 for each weight, forward and backward, and nothing in high precision.
             gathers = report.select(kind="all_gather")
             assert {c.dtype for c in gathers} == {"uint8"} and len(gathers) == 8, recipe
+            assert {c.layer for c in gathers} == set(lines), recipe
             assert sum(c.bytes for c in gathers) == sum(sizes) == table.bytes
             share = table.bytes / sum(p.bf16_bytes for p in table.parameters)
             low, high = {"nvfp4": (0.25, 0.26), "nvfp4_1d": (0.28, 0.285)}.get(recipe, (0.5, 0.52))

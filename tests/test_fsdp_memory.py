@@ -98,7 +98,7 @@ def check_increments(rank: int, world: int, device: str) -> None:
     mesh = mesh_of(device, world)
     plain, plain_backward, _ = measure("none", device, mesh)
     activations = 200_000  # of 8 tokens, and scales; a quantized copy of a block's weights is five times that
-    for recipe in ("none", *MAIN, "block_1d"):
+    for recipe in ("none", "current", "mxfp8", "nvfp4") if device == "cpu" else ("none", *RECIPES):
         forward, backward, inside = measure(recipe, device, mesh)
         for name in ("0", "1", "2"):
             # A block leaves its activations, as in high precision, and no weight: neither sharded nor quantized twice.

@@ -110,7 +110,7 @@ class ShardedWeight:
     def __init__(
         self, param: FSDPParam, group: FSDPParamGroup, owner: ShardedLayer, stage: StageConfig, index: int, name: str
     ) -> None:
-        self.param, self.group, self.owner, self.name = param, group, owner, name
+        self.param, self.group, self.owner, self._name = param, group, owner, name
         self.scale_index = stage.scale_index("weight", index)
         # Whether the ranks of tensor parallelism have one per-tensor scale: so it is unless they chose otherwise.
         comm = stage.spec.comm
@@ -127,6 +127,11 @@ class ShardedWeight:
             plain = Variant(Decision(PLAIN), param._unsharded_param, outputs={(): list(param.all_gather_outputs)})
             self._current = plain
         self._attached_to_plain = self._current
+
+    @property
+    def name(self) -> str:
+        """In the model, once FSDP2 knows which one is its root."""
+        return getattr(self.param, "_param_fqn", None) or self._name
 
     # ---------------------------------------------------------------------------------------- as FSDPParam sees it
     def size(self) -> torch.Size:
@@ -168,7 +173,7 @@ class ShardedWeight:
             inner = self._decode(variant, meta["planes"], meta["common"], outputs)
         else:
             inner = self._quantize_whole(variant, outputs[0])
-        self.gathering.recipe, self.gathering.amax = recipe, meta.get("amax")
+        self.gathering.recipe, self.gathering.amax, self.gathering.name = recipe, meta.get("amax"), self.name
         if self.group._training_state == TrainingState.FORWARD and not in_backward():
             # Checkpointing around the FSDP module is seen here, and inside it by the layer.
             self.gathering.recomputed = expects_recomputation()

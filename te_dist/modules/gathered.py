@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_dist import kernels
+from te_dist.modules import parameters
 from te_dist.pipeline.config import LayerConfig
 from te_dist.recipe import Recipe
 from te_dist.tensors.gathered import GatheredWeight, has_memory
@@ -16,10 +18,10 @@ from te_dist.torch_compat import saves_through_hooks
 Gathered = Sequence[GatheredWeight | None]  # by slot
 
 
-def gathered_weights(params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+def gathered_weights(params: Sequence[Any]) -> list[GatheredWeight | None] | None:
     """The gathered weights among a layer's parameters, also those inside of a DTensor; None if there are none. Taken
     from the parameters themselves: a compiled graph can read attributes of those, not of what to_local() makes."""
-    local = [getattr(param, "_local_tensor", param) for param in params]
+    local: list[Any] = [param._local_tensor if parameters.is_spread(param) else param for param in params]
     found = [param if isinstance(param, GatheredWeight) else None for param in local]
     for param in found:
         if param is not None:
