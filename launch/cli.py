@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import sys
 
-from te_dist.launch import demo, doctor, formats
+from te_dist.launch import compare, demo, doctor, formats, train
 
 COMMANDS = {
+    "train": (train.main, "train a language model, alone or under torchrun"),
+    "compare": (compare.main, "curves and a table of several runs"),
     "doctor": (doctor.main, "versions, devices, and what runs natively here"),
     "demo": (demo.main, "train a small Llama in bf16 and in every recipe"),
     "formats": (formats.main, "quantize a transformer-like weight and activation in every format"),

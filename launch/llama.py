@@ -1,75 +1,131 @@
-"""A Llama small enough to train on a CPU in seconds, made of te_dist modules."""
+"""A Llama made of te_dist.TransformerLayer: grouped-query attention, rotary positions, SwiGLU, RMSNorm."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_dist
+from te_dist.launch.presets import ModelSize
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits [n, vocabulary], targets [n] -> mean loss
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, head_size: int, length: int, base: float = 10000.0) -> None:
-        super().__init__()
-        frequencies = base ** (-torch.arange(0, head_size, 2) / head_size)
-        angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, heads, length, head_size]."""
-        length = x.shape[-2]
-        first, second = x.chunk(2, dim=-1)
-        rotated = torch.cat([-second, first], dim=-1)
-        return x * self.cos[:length].to(x.dtype) + rotated * self.sin[:length].to(x.dtype)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float(), targets)
 
 
-class Block(nn.Module):
-    """Attention and MLP with their norms and residuals."""
+class Llama(nn.Module):
+    """Tokens [batch, length] -> logits, or with targets -> the mean loss.
 
-    def __init__(self, hidden: int, ffn: int, heads: int, length: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.heads = heads
-        options = {"normalization": "RMSNorm", "bias": False, "dtype": dtype}
-        self.qkv = te_dist.LayerNormLinear(hidden, 3 * hidden, **options)  # type: ignore[arg-type]
-        self.proj = te_dist.Linear(hidden, hidden, bias=False, dtype=dtype)
-        self.mlp = te_dist.LayerNormMLP(hidden, ffn, activation="swiglu", **options)  # type: ignore[arg-type]
-        self.rotary = RotaryEmbedding(hidden // heads, length)
+    Inside, activations are [length, batch, hidden]: sequence parallelism splits the first dimension. The embedding and
+    the head stay in high precision.
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.mlp(x)
+    Args:
+        size: the dimensions.
+        compute_dtype: of activations; parameters keep theirs and are cast, or quantized, where they are used.
+        split_gate: hold the gate and up weights of the MLPs apart, under the names that tensor parallelism gives them.
 
-
-class TinyLlama(nn.Module):
-    """Tokens [batch, length] -> logits. The embedding and the head stay in high precision, as they should."""
+    Example:
+        >>> import torch
+        >>> from te_dist.launch.llama import Llama
+        >>> from te_dist.launch.presets import PRESETS
+        >>> Llama(PRESETS["1m"])(torch.zeros(1, 8, dtype=torch.int64)).shape
+        torch.Size([1, 8, 384])
+    """
 
     def __init__(
         self,
-        vocabulary: int = 128,
-        hidden: int = 128,
-        ffn: int = 256,
-        heads: int = 4,
-        layers: int = 2,
-        length: int = 64,
-        dtype: torch.dtype = torch.bfloat16,
+        size: ModelSize,
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        param_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        activation_checkpointing: bool = False,
+        split_gate: bool = False,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, hidden, dtype=dtype)
-        self.layers = nn.ModuleList(Block(hidden, ffn, heads, length, dtype) for _ in range(layers))
-        self.norm = nn.RMSNorm(hidden, dtype=dtype)
-        self.head = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
+        size.check()
+        self.size, self.compute_dtype = size, compute_dtype
+        self.activation_checkpointing = activation_checkpointing
+        self.loss: Loss = cross_entropy
+        self.embed = nn.Embedding(size.vocab_size, size.hidden, device=device, dtype=param_dtype)
+        self.rotary = te_dist.RotaryPositionEmbedding(size.head_size, rotary_base=size.rope_base)
+        self.layers = nn.ModuleList(
+            te_dist.TransformerLayer(
+                size.hidden,
+                size.ffn,
+                size.heads,
+                num_gqa_groups=size.kv_heads,
+                layernorm_epsilon=size.norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                fuse_qkv_params=True,
+                params_dtype=param_dtype,
+                device=device,
+                name=f"layers.{index}",
+            )
+            for index in range(size.layers)
+        )
+        self.norm = te_dist.RMSNorm(size.hidden, size.norm_eps, device=device, params_dtype=param_dtype)
+        self.head = te_dist.Linear(size.hidden, size.vocab_size, bias=False, device=device, dtype=param_dtype)
+        self.tie()
+        if split_gate:
+            for layer in self.layers:
+                layer.layernorm_mlp._split_gate()  # type: ignore[union-attr, operator]
+        if device is not None and torch.device(device).type != "cpu":
+            self.rotary.to(device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens.t()).to(self.compute_dtype)
+        angles = self.rotary(tokens.shape[1])
         for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                call = functools.partial(layer, rotary_pos_emb=angles)
+                x = checkpoint(call, x, use_reentrant=False)
+            else:
+                x = layer(x, rotary_pos_emb=angles)
+        x = self.norm(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits.transpose(0, 1)
+        return self.loss(logits.flatten(0, 1), targets.t().flatten())
+
+    def tie(self) -> None:
+        """Let the head use the embedding's weight, where the size says so; again after either was replaced."""
+        if self.size.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter from `seed` and its own name: the same values however many layers come before it."""
+        for name, param in self.named_parameters():
+            param.copy_(self._initial(name, param, seed))
+
+    def _initial(self, name: str, param: Tensor, seed: int) -> Tensor:
+        for half, part in enumerate(("fc1_gate_weight", "fc1_up_weight")):
+            if name.endswith(part):  # as rows of the whole, so that splitting changes no value
+                whole = param.new_empty((2 * param.shape[0], param.shape[1]))
+                name = name.removesuffix(part) + "fc1_weight"
+                return initial_value(name, whole, self.size.layers, seed).chunk(2)[half]
+        return initial_value(name, param, self.size.layers, seed)
+
+
+def initial_value(name: str, like: Tensor, layers: int, seed: int) -> Tensor:
+    """Norms are 1; matrices are normal, those that write into the residual stream smaller the more blocks there are."""
+    if like.dim() == 1:
+        return torch.ones(like.shape, dtype=like.dtype, device=like.device)
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator(device=like.device).manual_seed(int.from_bytes(digest, "big"))
+    writes_residual = name.endswith(("proj.weight", "fc2_weight"))
+    spread = 0.02 / (2 * layers) ** 0.5 if writes_residual else 0.02
+    values = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    return values.normal_(0.0, spread, generator=generator).to(like.dtype)

@@ -1,4 +1,4 @@
-"""A small Llama with tensor and sequence parallelism, in a few lines; also the parallel part of ``te-dist demo``.
+"""A small Llama with tensor and sequence parallelism, in a few lines.
 
 ``torchrun --nproc-per-node 2 -m te_dist.launch.tensor_parallel --steps 30``
 """
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_dist
 from te_dist import recipe
+from te_dist.launch.corpus import builtin_corpus
+from te_dist.launch.data import TokenData
 from te_dist.parallel import comm_report, parallelize, seed_streams, vocab_parallel_cross_entropy
 
 RECIPES = {
@@ -57,6 +59,13 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
+def batches(steps: int, device: torch.device) -> list[Tensor]:
+    """[BATCH, LENGTH + 1] tokens below 128 for each step, the same on all ranks."""
+    text = torch.frombuffer(bytearray(builtin_corpus(1 << 16)), dtype=torch.uint8)
+    data = TokenData(text, LENGTH, "the corpus")
+    return [data.batch(step * BATCH, BATCH, 0).to(device) for step in range(steps)]
+
+
 def train(chosen: recipe.Recipe | None, data: list[Tensor], show: Callable[[int, float], None]) -> tuple[str, float]:
     """Train over all ranks of the default group; the comm report of the last step, and the last loss."""
     device = data[0].device
@@ -79,7 +88,6 @@ def train(chosen: recipe.Recipe | None, data: list[Tensor], show: Callable[[int,
 
 
 def main(argv: list[str] | None = None) -> int:
-    from te_dist.launch.demo import batches
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)

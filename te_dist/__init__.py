@@ -28,6 +28,7 @@ from te_dist.modules import (
     convert,
     frozen_weights,
 )
+from te_dist.monitoring import Monitor, monitor
 from te_dist.proto import TensorOrQuantized, TensorProto, to_tensor_proto
 from te_dist.quantizers import (
     Float8BlockQuantizer,
@@ -84,6 +85,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "Monitor",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
@@ -107,6 +109,7 @@ __all__ = [
     "implicit_dequantization",
     "implicit_dequantizations",
     "is_value_opaque_quantizer",
+    "monitor",
     "prepare_for_saving",
     "register_value_quantizer",
     "reset_implicit_dequantizations",

@@ -166,3 +166,37 @@ def default_store() -> Any:
         return distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):
         return None
+
+
+def saves_through_hooks() -> bool:
+    """Whether saved_tensors_hooks are active, as inside non-reentrant activation checkpointing. True if unknown."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return True if top is None else top(True) is not None
+
+
+@contextlib.contextmanager
+def refilling(tensors: Sequence[torch.Tensor]) -> Any:
+    """Inside, writing into these tensors is no change to autograd: what it has saved is put back."""
+    keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    kept = tuple(t for t in tensors if not t.is_inference())
+    if keep is None or not kept:
+        yield
+        return
+    with keep(kept):
+        yield
+
+
+def traces_checkpoint() -> bool:
+    """While Dynamo traces: whether it is inside activation checkpointing, so that backward may compute this part again.
+    True if unknown."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+        while tracer is not None:
+            if "activation_checkpoint" in str(tracer.source_target):
+                return True
+            tracer = tracer.parent
+    except (ImportError, AttributeError):
+        return True
+    return False

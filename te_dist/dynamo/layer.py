@@ -29,6 +29,7 @@ from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild
 from te_dist.pipeline.shards import out_lead, rows_per_entry, stage_rows
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.recipe import Recipe
+from te_dist.tensors.gathered import stand_in
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import in_backward
 
@@ -330,6 +331,8 @@ class CompiledLayer(torch.autograd.Function):
         *tensors: Optional[Tensor],
     ) -> Any:
         weights, params = tensors[:weight_count], tensors[weight_count:]
+        if flags.gathered:
+            params = tuple([stand_in(p) for p in params])
         saves_input, saves_norm, exchanges = saves
         op = forward_op(exchanges, draws_seeds)
         made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)

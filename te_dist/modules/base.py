@@ -17,6 +17,13 @@ from te_dist import delayed_scaling, kernels
 from te_dist.comm import sequence_shards
 from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
+from te_dist.modules.gathered import (
+    check_gathered,
+    gathered_slots,
+    gathered_weights,
+    note_recomputation,
+    record_gathered_amaxes,
+)
 from te_dist.modules.parameters import like_parameter, local_part, spread_state
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.args import TensorOrQuantized
@@ -28,9 +35,10 @@ from te_dist.pipeline.shards import out_lead, rows_per_entry
 from te_dist.pipeline.weights import quantize_weight, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
+from te_dist.tensors.gathered import GatheredWeight, stand_in
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.torch_compat import hidden_from_modes, in_backward
+from te_dist.torch_compat import hidden_from_modes, in_backward, traces_checkpoint
 
 NO_RECIPE = NoRecipe()
 # Delayed scaling's buffers: in the state_dict of a layer that uses it, never required of one that is loaded.
@@ -55,11 +63,12 @@ def _call_constants(
     keep_planes: bool,
     main_grad_dtype: torch.dtype | None,
     device_splits: bool,
+    gathered: bool,
     shards: tuple[Any, ...],
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, shards)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards)
     config = resolve(spec, recipe, flags)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
@@ -67,7 +76,8 @@ def _call_constants(
         for stage in config.stages
         if stage.weight is not None
     )
-    return flags, recipe or NO_RECIPE, kept, saves, weight_count, config.delayed, config.draws_seed
+    found = gathered_slots(config) if gathered else ((), ())
+    return flags, recipe or NO_RECIPE, kept, saves, (weight_count, *found), config.delayed, config.draws_seed
 
 
 class CompiledCall:
@@ -78,13 +88,15 @@ class CompiledCall:
         flags: CallFlags,
         recipe: Recipe,
         kept: list[int],
-        saves: tuple[bool, bool],
-        weight_count: int,
+        saves: tuple[bool, ...],
+        weights: tuple[int, Any, Any],
         delayed: bool,
         draws_seeds: bool,
     ) -> None:
         self.flags, self.recipe, self.kept, self.saves = flags, recipe, kept, saves
-        self.weight_count, self.delayed, self.draws_seeds = weight_count, delayed, draws_seeds
+        self.weight_count, self.gathered_buffers, self.gathered_amaxes = weights
+        self.delayed, self.draws_seeds = delayed, draws_seeds
+        self.detached: list[Tensor | None] = []
         self.weights: list[Tensor] = []
         self.scales: Tensor | None = None
         self.histories: list[Tensor] = []
@@ -117,6 +129,7 @@ class QuantizedLayer(torch.nn.Module):
     fp8_scale: Tensor | None
     fp8_amax_history: Tensor | None
     _fp8_largest: Tensor | None
+    recomputed_in_graph = False  # some compiled graph computes this layer's forward again in backward
     # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
     _is_parallel = False
 
@@ -164,6 +177,7 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
+        gathered = gathered_weights(params)
         if self._is_parallel:
             params = [local_part(param) for param in params]
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
@@ -175,8 +189,10 @@ class QuantizedLayer(torch.nn.Module):
             if inp.dtype != out_dtype and not isinstance(inp, QuantizedTensor):
                 inp = inp.to(out_dtype)
             with torch.autocast(device_type, enabled=False):
-                return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
-        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed)
+                return self._run_in(
+                    recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered
+                )
+        return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered)
 
     def _recipe_of_call(self) -> Recipe | None:
         """The recipe in force. Activation checkpointing computes forward again inside backward, where the scope of the
@@ -198,18 +214,20 @@ class QuantizedLayer(torch.nn.Module):
         skip_weight_update: Tensor | None,
         splits: list[int] | Tensor | None,
         recomputed: Recomputed | None,
+        gathered: list[GatheredWeight | None] | None,
     ) -> Any:
         frozen = scope.depth > 0
-        caching = frozen or is_first_microbatch is not None or skip_weight_update is not None
+        # A gathered weight is its own workspace.
+        caching = gathered is None and (frozen or is_first_microbatch is not None or skip_weight_update is not None)
         update = not self._workspace_fresh if frozen else is_first_microbatch is not False
         if torch.compiler.is_compiling():
-            result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits)
+            result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits, gathered)
         else:
             # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
             update = update and not (caching and in_backward())
             first = is_first_microbatch is True
             result = self._run_eager(
-                recipe, inp, params, caching, update, first, skip_weight_update, splits, recomputed
+                recipe, inp, params, caching, update, first, skip_weight_update, splits, recomputed, gathered
             )
         if frozen:
             self._workspace_fresh = True
@@ -250,9 +268,14 @@ class QuantizedLayer(torch.nn.Module):
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
         recomputed: Recomputed | None,
+        gathered: list[GatheredWeight | None] | None,
     ) -> Any:
-        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor))
+        if gathered is not None:
+            check_gathered(self._label(), recipe, gathered)
+        config = self._config(recipe, inp, params, caching, isinstance(splits, Tensor), gathered is not None)
         flags = config.flags
+        if gathered is not None:
+            note_recomputation(config, gathered)
         call = LayerCall(config, [], inp.dtype, inp, inp.shape[:-1])
         call.splits, call.offsets = by_host_or_device(splits)
         if self._is_parallel:
@@ -261,7 +284,7 @@ class QuantizedLayer(torch.nn.Module):
             call.x = self._quantized_input(config, inp.quantized_storage)
         else:
             call.x = kernels.as_rows(inp.detach())
-        self._fill_call(call, recipe, params, caching, update, skip, recomputed)
+        self._fill_call(call, recipe, params, caching, update, skip, recomputed, gathered)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
             if self.training and _trains_with_seeds(self.spec, recipe):
@@ -288,12 +311,15 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None = None,
         recomputed: Recomputed | None = None,
+        gathered: list[GatheredWeight | None] | None = None,
     ) -> None:
         """Delayed scaling's scales and the weights as the products read them."""
         # What inference mode makes, training could not use later.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             if call.config.delayed:
                 self._delayed_call(call, recipe, update, recomputed)
+                if gathered is not None:
+                    record_gathered_amaxes(call.config, gathered, call.amaxes)
             call.weights = self._eager_weights(call, params, caching, update, skip, recipe)
 
     def _config(
@@ -303,10 +329,11 @@ class QuantizedLayer(torch.nn.Module):
         params: Sequence[Tensor | None],
         caching: bool,
         device_splits: bool = False,
+        gathered: bool = False,
     ) -> LayerConfig:
         on = torch.is_grad_enabled()
         grads = (on and inp.requires_grad, *[on and p is not None and p.requires_grad for p in params])
-        return self._config_of(recipe, params, grads, caching, device_splits, inp)
+        return self._config_of(recipe, params, grads, caching, device_splits, inp, gathered)
 
     def _config_of(
         self,
@@ -316,18 +343,21 @@ class QuantizedLayer(torch.nn.Module):
         caching: bool,
         device_splits: bool = False,
         inp: Tensor | None = None,
+        gathered: bool = False,
     ) -> LayerConfig:
         """The configuration of a call; `grads`: of the input, then of every slot."""
         if recipe is not self._configs_recipe:
             self._check_recipe(recipe, params)
             self._configs, self._configs_recipe = {}, recipe
-        key: Any = (grads, caching, device_splits)
+        key: Any = (grads, caching, device_splits, gathered)
         shards = sequence_shards.rows if self._is_parallel else ()
         if shards:
             key = (*key, shards)
         config = self._configs.get(key)
         if config is None:
-            flags = CallFlags(grads[0], grads[1:], caching, device_splits=device_splits, shards=shards)
+            flags = CallFlags(
+                grads[0], grads[1:], caching, device_splits=device_splits, gathered=gathered, shards=shards
+            )
             config = resolve(self.spec, recipe, flags)
             self._configs[key] = config
             if inp is not None:
@@ -488,18 +518,28 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None,
         splits: list[int] | Tensor | None,
+        gathered: list[GatheredWeight | None] | None = None,
     ) -> Any:
         on = torch.is_grad_enabled()
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         sizes, offsets = by_host_or_device(splits)
-        call = self._begin_compiled(recipe, params, grads, caching, update, skip, isinstance(splits, Tensor))
+        on_device = isinstance(splits, Tensor)
+        call = self._begin_compiled(recipe, params, grads, caching, update, skip, on_device, gathered)
         spec = self.spec
         if not any(grads):
-            detached = [None if p is None else p.detach() for p in params]
             seeded = self.training and _trains_with_seeds(spec, recipe)
             op = compiled.forward_op(self._is_parallel, seeded)
             made = op(
-                inp, detached, call.weights, call.scales, sizes or [], offsets, spec, call.recipe, call.flags, inp.dtype
+                inp,
+                call.detached,
+                call.weights,
+                call.scales,
+                sizes or [],
+                offsets,
+                spec,
+                call.recipe,
+                call.flags,
+                inp.dtype,
             )
             if call.records:
                 self._record_compiled(call.histories, made[2 if spec.return_norm_output else 1])
@@ -519,19 +559,33 @@ class QuantizedLayer(torch.nn.Module):
         update: bool,
         skip: Tensor | None,
         device_splits: bool,
+        gathered: list[GatheredWeight | None] | None = None,
     ) -> CompiledCall:
         """Everything of a compiled call that comes before its forward op: constants, scales, quantized weights."""
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
         shards = sequence_shards.rows if self._is_parallel else ()
-        call = CompiledCall(*_call_constants(self.spec, recipe, caching, None, device_splits, shards, *grads))
+        is_gathered = gathered is not None
+        call = CompiledCall(
+            *_call_constants(self.spec, recipe, caching, None, device_splits, is_gathered, shards, *grads)
+        )
         amaxes = None
         if call.delayed and isinstance(recipe, DelayedScaling):
             call.records = any(grads) or self.training
             call.scales, call.histories = self._scales_compiled(recipe, call.records and update)
-        if call.weight_count:
-            detached = [None if p is None else p.detach() for p in params]
-            scales, weight_count = call.scales, call.weight_count
+        detached = [None if p is None else p.detach() if gathered is None else stand_in(p) for p in params]
+        call.detached = detached
+        scales, weight_count = call.scales, call.weight_count
+        if gathered is not None:
+            self._note_traced_recomputation()
+            call.weights = [getattr(gathered[slot], name) for slot, name in call.gathered_buffers]
+            if call.delayed and scales is not None:
+                amaxes = torch.zeros_like(scales)
+                for slot, index in call.gathered_amaxes:
+                    holder = gathered[slot]
+                    assert holder is not None
+                    amaxes[index : index + 1] = holder.weight_amax
+        elif weight_count:
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
                 call.weights = list(self._workspaces)
                 if update or skip is not None:
@@ -572,6 +626,12 @@ class QuantizedLayer(torch.nn.Module):
         for history in histories:
             torch.ops.te_dist.record_amaxes(history, amaxes[at : at + history.shape[1]], of_forward)
             at += history.shape[1]
+
+    @torch.compiler.assume_constant_result
+    def _note_traced_recomputation(self) -> None:
+        """As note_recomputation in eager code; a graph says it once, while it is traced."""
+        if traces_checkpoint():
+            self.recomputed_in_graph = True
 
     # ---------------------------------------------------------------------------------------- delayed scaling
     @torch.compiler.assume_constant_result

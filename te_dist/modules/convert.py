@@ -11,7 +11,7 @@ from torch import nn
 
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import Linear, linear_spec
-from te_dist.recipe import Recipe
+from te_dist.recipe import DelayedScaling, Recipe
 
 RecipeChoice = Recipe | Mapping[str, Recipe | None]
 # Weights below this make the quantize kernels cost more than the faster product saves (benchmarks/modules.py).
@@ -93,6 +93,7 @@ def convert(
         raise TypeError("convert swaps layers inside a model but got a single nn.Linear; use te_dist.Linear")
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert expects a module but got {type(model).__name__}")
+    _check_not_sharded(model)
     if min_size != "auto" and (not isinstance(min_size, int) or min_size < 0):
         raise ValueError(f'convert expects min_size to be "auto" or a number of elements but got {min_size!r}')
     kept_blocks = (
@@ -110,6 +111,20 @@ def convert(
     if verbose:
         print(report)
     return report
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """FSDP2 hangs its hooks on the parameters' modules: one that is swapped afterwards would not be gathered."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"convert expects a model that is not sharded yet but fully_shard was called on {name or 'it'!r}; "
+                f"convert first, then parallelize, compile, and fully_shard last"
+            )
 
 
 def _patterns(recipe: RecipeChoice) -> list[tuple[str, Recipe | None]]:
@@ -187,6 +202,8 @@ def _end_blocks(model: nn.Module, at_start: int, at_end: int) -> list[str]:
 def _set(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> None:
     if isinstance(module, QuantizedLayer):
         module.recipe = recipe
+        if isinstance(recipe, DelayedScaling):  # now, not at the first call: a checkpoint may be loaded before that
+            module._ensure_delayed(recipe)
         return
     assert isinstance(module, nn.Linear)
     made = _around(module, recipe, name)

@@ -161,7 +161,7 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
 
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
         """Called when the chain has run in a new configuration: perhaps the next call need not take it."""
-        if self._is_plain() and type(inp) is Tensor:
+        if self._is_plain() and not config.flags.gathered and type(inp) is Tensor:
             self._lean = LeanPlan.of(config, self._configs_recipe, self.weight, self.bias, inp) or self._lean
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuanti
 from te_dist.pipeline.config import ACTIVATION, NORM, StageConfig
 from te_dist.pipeline.operands import first_rows, high_precision, quantize_operand, split_rows
 from te_dist.pipeline.shards import GroupRows, by_rank, laid_out, laid_out_rows, of_groups
+from te_dist.pipeline.weights import column_of_weight
 from te_dist.plan import Move
 from te_dist.producers import ActivationGradient, Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
@@ -268,6 +269,8 @@ def _dgrad(
 ) -> Tensor:
     if stage.dequantized_backward:
         weight = high_precision(weight, args.x_dtype)
+    elif args.config.flags.gathered:
+        weight = column_of_weight(stage, weight)
     elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
         weight = weight.to(dy.dtype)
     out_dtype = out_dtype or args.x_dtype

@@ -104,6 +104,7 @@ class CallFlags(Value):
         keep_planes: quantize weights with both planes whatever this call needs, because they are kept for later ones.
         weight_grad_dtype: of the weights' gradients; None is each weight's own.
         device_splits: the rows of each group are known on the device only, see pipeline/device_groups.py.
+        gathered: the weights come quantized, with the planes that had to be gathered (tensors/gathered.py).
         shards: under sequence parallelism the entries of the first dimension that each rank has, or those of each of
             its groups; () if all ranks have as many.
     """
@@ -113,6 +114,7 @@ class CallFlags(Value):
     keep_planes: bool = False
     weight_grad_dtype: torch.dtype | None = None
     device_splits: bool = False
+    gathered: bool = False
     shards: tuple[int | tuple[int, ...], ...] = ()
 
     @property
@@ -129,6 +131,7 @@ class StageConfig:
         dy_column: quantizer of the plane of dy that wgrad reads.
         dgrad_plane: quantizer of what is kept of the weight for dgrad; None if that is the weight itself, or nothing.
         x_saved: quantizer of what is kept of x for wgrad: one plane; None if x itself is kept, or nothing.
+        derives_column: dgrad_plane is the row plane, from which backward makes the column plane.
         fprop, dgrad, wgrad: whether each product runs on quantized operands.
         needs_dgrad, needs_wgrad, needs_bias_grad, needs_norm_grad: what backward computes.
         first_scale: index of this stage's first scale under delayed scaling.
@@ -141,6 +144,7 @@ class StageConfig:
     x_saved: Quantizer | None
     weight: Quantizer | None
     dgrad_plane: Quantizer | None
+    derives_column: bool
     dy: Quantizer | None
     dy_column: Quantizer | None
     fprop: bool
@@ -255,6 +259,11 @@ def _stage(
     dgrad_plane = None
     if weight is not None and needs_dgrad and (dgrad or dequantized):
         dgrad_plane = _planes(weight, dequantized, not dequantized)
+    derives_column = flags.gathered and w is not None and w.column_from_row
+    if flags.gathered and w is not None:
+        weight = _planes(w, True, not derives_column)
+        if dgrad_plane is not None and derives_column:
+            dgrad_plane = weight
     products = () if recipe is None else (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     splits = tuple(product.use_split_accumulator for product in products) or (None, None, None)
     x_planes = _planes(x, fprop or x_row, x_column)
@@ -272,6 +281,7 @@ def _stage(
         x_saved=saved,
         weight=weight,
         dgrad_plane=dgrad_plane,
+        derives_column=derives_column and dgrad,
         dy=dy_planes,
         dy_column=_planes(dy, False, True),
         fprop=fprop,

@@ -33,6 +33,7 @@ from te_dist.gemm_native import padded
 from te_dist.pipeline.args import BwdArgs, BwdResult, FwdArgs, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import StageConfig
 from te_dist.pipeline.operands import high_precision, quantize_operand
+from te_dist.pipeline.weights import column_of_weight
 from te_dist.producers import Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -96,6 +97,8 @@ def backward_products(
         return torch.empty((plain.shape[0], weights[0].shape[1]), dtype=args.x_dtype, device=plain.device)
     if stage.dequantized_backward:  # what was kept is the row plane, which dgrad's kernel does not read
         weights = [high_precision(weight, DTYPE) for weight in weights]
+    elif args.config.flags.gathered:
+        weights = [column_of_weight(stage, weight) for weight in weights]
     return _rows_product("dgrad", dy if stage.dgrad else plain, weights, offsets).to(args.x_dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,15 @@ from te_dist.pipeline.config import LayerConfig, StageConfig
 from te_dist.producers import Plain, Producer
 from te_dist.quantizers import Float8Quantizer, Quantizer
 from te_dist.tensors.storage import QuantizedStorage
+
+
+class Observer:
+    """Who looks at operands as they are quantized: te_dist.monitor, in the steps that it samples."""
+
+    see: Callable[[LayerConfig, StageConfig, str, Producer, QuantizedStorage], None] | None = None
+
+
+observer = Observer()
 
 
 def padded_rows(quantizer: Quantizer, rows: int) -> int:
@@ -47,8 +58,12 @@ def quantize_operand(
     if config.delayed:
         assert scales is not None and amaxes is not None
         index = stage.scale_index(operand, group)
-        return quantize_delayed(quantizer, source, scales, amaxes, index, amax_group)
-    return quantizer.quantize_produced(source, (wanted, cols), amax_reduction_group=amax_group, rng_state=seed)
+        made = quantize_delayed(quantizer, source, scales, amaxes, index, amax_group)
+    else:
+        made = quantizer.quantize_produced(source, (wanted, cols), amax_reduction_group=amax_group, rng_state=seed)
+    if observer.see is not None and not kernels.is_shapes_only():
+        observer.see(config, stage, operand, source, made)
+    return made
 
 
 def quantize_delayed(

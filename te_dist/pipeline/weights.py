@@ -11,6 +11,7 @@ from te_dist.pipeline.config import LayerConfig, StageConfig
 from te_dist.producers import Plain
 from te_dist.quantizers import Float8Quantizer, Quantizer
 from te_dist.quantizers.checks import check_small_tensor
+from te_dist.tensors.gathered import has_memory
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
 
@@ -77,6 +78,21 @@ def weight_quantizer(
     assert scales is not None and amaxes is not None
     index = stage.scale_index("weight", group)
     return Float8Quantizer.around(scales[index : index + 1], amaxes[index : index + 1], quantizer)
+
+
+def column_of_weight(stage: StageConfig, weight: TensorOrQuantized) -> TensorOrQuantized:
+    """What dgrad reads of what was kept of a weight. A gathered one is kept as it was gathered: its column plane, where
+    it follows from the row plane, exists for the time of the product."""
+    if not isinstance(weight, QuantizedStorage):
+        return weight
+    if not kernels.is_shapes_only() and not has_memory(weight):
+        raise RuntimeError(
+            f"backward reads {weight.inner_names()[0]} of a gathered weight {list(weight.shape)}, which has no memory: "
+            f"its FSDP module is not unsharded, or was for another plane"
+        )
+    if stage.derives_column:
+        return weight.with_usage(rowwise=False, columnwise=True)
+    return weight
 
 
 def dgrad_operand(stage: StageConfig, weight: TensorOrQuantized, param: Tensor | None) -> TensorOrQuantized | None:

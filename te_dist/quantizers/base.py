@@ -289,6 +289,9 @@ class Quantizer(OpaqueBase):
     # What a stack of M rows is padded to before it is quantized: a class whose column plane needs more overrides it.
     row_multiple = 1
 
+    # Whether the column plane holds the same numbers as the row plane, and can be made from it exactly.
+    column_from_row = False
+
     # Over how many rows a block of the planes extends: shards of whole blocks are quantized like slices of the whole.
     block_rows = 1
 

@@ -65,6 +65,10 @@ class Float8BlockQuantizer(Quantizer):
         self._check_usage()
 
     @property
+    def column_from_row(self) -> bool:  # type: ignore[override]
+        return self.block_scaling_dim == 2
+
+    @property
     def block_rows(self) -> int:  # type: ignore[override]
         return BLOCK_SIZE if self.columnwise or self.block_scaling_dim == 2 else 1
 

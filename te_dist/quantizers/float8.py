@@ -27,6 +27,7 @@ class Float8QuantizerBase(Quantizer):
     """What delayed and current scaling share: the layout."""
 
     storage_cls = Float8TensorStorage
+    column_from_row = True
 
     fp8_dtype: DType
 

@@ -29,6 +29,7 @@ class IdentityQuantizer(Quantizer):
 
     _value_fields = ("dtype", "rowwise", "columnwise")
     storage_cls = IdentityTensorStorage
+    column_from_row = True
 
     dtype: DType | None  # None: the input's own
 

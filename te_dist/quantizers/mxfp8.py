@@ -46,6 +46,10 @@ class MXFP8Quantizer(Quantizer):
         self._check_usage()
 
     @property
+    def column_from_row(self) -> bool:  # type: ignore[override]
+        return self.with_2d_quantization
+
+    @property
     def block_rows(self) -> int:  # type: ignore[override]
         return MXFP8_BLOCK_SIZE if self.columnwise or self.with_2d_quantization else 1
 

@@ -96,6 +96,10 @@ class NVFP4Quantizer(Quantizer):
         return NVFP4_BLOCK_SIZE if self.columnwise else 1
 
     @property
+    def column_from_row(self) -> bool:  # type: ignore[override]
+        return self.with_2d_quantization and not self.with_rht and not self.stochastic_rounding
+
+    @property
     def block_rows(self) -> int:  # type: ignore[override]
         return NVFP4_BLOCK_SIZE if self.columnwise or self.with_2d_quantization else 1
 

@@ -1,0 +1,65 @@
+"""``te-dist train``, or ``torchrun ... -m te_dist.launch.train``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from te_dist.launch import runtime
+from te_dist.launch.checkpoint import CheckpointError
+from te_dist.launch.config import ConfigError
+from te_dist.launch.options import config_from, parser
+from te_dist.launch.stopping import name_of
+from te_dist.launch.trainer import Trainer, TrainingError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train; the last line says how it ended. Exit code 2: told something wrong; 128 + n: signal n."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if any(a in ("-h", "--help") for a in arguments):
+        parser().print_help()
+        return 0
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        return _refuse(error, 2)
+    except (CheckpointError, TrainingError) as error:
+        return _refuse(error, 1)
+    finally:
+        runtime.stop()
+
+
+def _refuse(error: Exception, code: int) -> int:
+    # Every rank meets the same error; one of them says it.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"te-dist train: error: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    trainer = Trainer(config_from(arguments))
+    first = trainer.world.is_first
+    if first:
+        print(trainer.describe(), flush=True)
+    result = trainer.train()
+    if result.stopped_by:
+        if first:
+            print(
+                f"te-dist train: stopped by {name_of(result.stopped_by)} after step {result.step}, which is saved in "
+                f"{result.run_dir}; the same command goes on from there",
+                flush=True,
+            )
+        return 128 + result.stopped_by
+    if first and trainer.config.report:
+        from te_dist.launch.report import write_report
+
+        result.report = write_report([result.run_dir])
+    if first:
+        print(f"te-dist train: done, {trainer.summary()}")
+        if result.report is not None:
+            print(f"report: {result.report}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""Finds te_dist's weights among FSDP2's parameters, and hangs the hooks on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import nn
+
+from te_dist.modules.base import QuantizedLayer
+from te_dist.parallel.fsdp.decision import (
+    PLAIN,
+    Decision,
+    dtype_obstacle,
+    structural_obstacle,
+    weight_slots,
+)
+from te_dist.parallel.fsdp.state import _LAYERS, QuantizedFSDPState
+from te_dist.parallel.fsdp.torch_fsdp import (
+    ExtensionsData,
+    FSDPMeshInfo,
+    FSDPParam,
+    FSDPParamGroup,
+    FSDPState,
+    ShardedState,
+    groups_of,
+    reshards_to_other_mesh,
+)
+from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedLayer, ShardedWeight
+from te_dist.recipe import Recipe, recipe_in_force
+
+MODES = ("auto", "on", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A weight that keeps FSDP2's own gather."""
+
+    name: str
+    param: FSDPParam
+    decision: Decision
+
+
+def check_mode(mode: str, caller: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"{caller} expects quantized_all_gather in {MODES} but got {mode!r}")
+
+
+def layers_of(module: nn.Module, skip: type | None = None) -> Iterator[tuple[str, QuantizedLayer]]:
+    """The quantized layers inside a module by name; not those below a submodule of type `skip`."""
+
+    def walk(prefix: str, current: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
+        if isinstance(current, QuantizedLayer):
+            yield prefix, current
+        for name, child in current.named_children():
+            if skip is None or not isinstance(child, skip):
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    yield from walk("", module)
+
+
+def check_layers(layers: list[tuple[str, QuantizedLayer]], mode: str, caller: str) -> None:
+    """What cannot work, said before anything is sharded. Depends on the model alone, so all ranks say the same."""
+    for name, layer in layers:
+        for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+            on = layer.wgrad_store is not None if option == "delay_wgrad_compute" else getattr(layer, option)
+            if on:
+                raise ValueError(
+                    f"{caller}: {name or 'the layer'} has {option}, whose gradients do not pass through autograd, so "
+                    f"FSDP2 would not reduce them; turn it off (MixedPrecisionPolicy(reduce_dtype=torch.float32) "
+                    f"accumulates in float32)"
+                )
+    if mode == "off":
+        return
+    recipes: dict[Recipe, str] = {}
+    for name, layer in layers:
+        recipe = recipe_in_force(layer.recipe)
+        if recipe is not None:
+            recipes.setdefault(recipe, name)
+    if len(recipes) > 1:
+        (first, one), (second, other), *_ = recipes.items()
+        raise ValueError(
+            f"{caller} expects one recipe inside a parameter group but {one!r} has {first!r} and {other!r} has "
+            f"{second!r}; call fully_shard on their modules apart, or pass quantized_all_gather='off'"
+        )
+    if mode != "on":
+        return
+    for name, layer in layers:
+        reason = structural_obstacle(layer)
+        if reason and recipe_in_force(layer.recipe) is not None:
+            raise ValueError(_not_on(caller, name, reason))
+
+
+def _not_on(caller: str, name: str, reason: str) -> str:
+    return f"{caller}: quantized_all_gather='on', but {name!r} cannot be gathered quantized: {reason}"
+
+
+def attach(state: FSDPState, names: dict[nn.Module, str], mode: str, caller: str) -> list[Refused]:
+    """Hang the hooks on the weights of one FSDP2 state. Returns those that have to do without."""
+    refused: list[Refused] = []
+    for group in groups_of(state):
+        # By layer, because its weights are gathered alike.
+        members: dict[QuantizedLayer, dict[str, FSDPParam]] = {}
+        for param in group.fsdp_params:
+            module = param._module_info.module
+            if isinstance(module, QuantizedLayer):
+                members.setdefault(module, {})[param._module_info.param_name] = param
+        for layer, params in members.items():
+            refused += _attach_layer(layer, params, group, names.get(layer, ""))
+        _check_decisions(group, refused, mode, caller)
+    if type(state) is FSDPState:
+        state.__class__ = QuantizedFSDPState
+    state.__dict__.pop(_LAYERS, None)
+    return refused
+
+
+def _attach_layer(
+    layer: QuantizedLayer, params: dict[str, FSDPParam], group: FSDPParamGroup, name: str
+) -> list[Refused]:
+    def full(param_name: str) -> str:
+        return f"{name}.{param_name}" if name else param_name
+
+    obstacle = structural_obstacle(layer)
+    if obstacle:
+        weights = [(n, p) for n, p in params.items() if len(p._orig_size) > 1]
+        return [Refused(full(n), p, _refusal(obstacle)) for n, p in weights]
+    by_identity = {id(p.sharded_param): (n, p) for n, p in params.items()}
+    slots = layer._slots()
+    found = [(by_identity.get(id(slots[slot])), stage, index) for stage, index, slot in weight_slots(layer)]
+    known = [entry for entry, _, _ in found if entry is not None]
+    if any(isinstance(param, QuantizedFSDPParam) for _, param in known):
+        return []  # attached before
+    if len(known) < len(found):
+        obstacle = "some of the layer's weights are not sharded with it"
+    for _, param in known:
+        obstacle = obstacle or _obstacle(param, group, layer)
+    if obstacle:
+        return [Refused(full(n), p, _refusal(obstacle)) for n, p in known]
+    owner = ShardedLayer(layer, name)
+    for entry, stage, index in found:
+        assert entry is not None
+        param_name, param = entry
+        weight = ShardedWeight(param, group, owner, stage, index, full(param_name))
+        owner.weights.append(weight)
+        param.__class__ = QuantizedFSDPParam
+        assert isinstance(param, QuantizedFSDPParam)
+        param.te_dist_weight = weight
+        param._extensions_data = ExtensionsData()
+    return []
+
+
+def _obstacle(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer) -> str:
+    """What in the sharding of a weight stands in the way; "" if nothing does."""
+    if not isinstance(param.mesh_info, FSDPMeshInfo):
+        return "it is replicated, not sharded"
+    if param.fsdp_placement.dim != 0:
+        return f"it is sharded along dimension {param.fsdp_placement.dim}, and blocks of rows travel whole"
+    if reshards_to_other_mesh(group):
+        return "reshard_after_forward is a number, and shards of shards are kept in high precision"
+    if len(param._orig_size) != 2:
+        return f"it has {len(param._orig_size)} dimensions"
+    for module in param._module_info.shared_modules:
+        if not isinstance(module, QuantizedLayer) or module.recipe != layer.recipe or module.spec != layer.spec:
+            return f"it is shared with a {type(module).__name__} that reads it differently"
+    return dtype_obstacle(param.sharded_param)
+
+
+def _refusal(reason: str) -> Decision:
+    return Decision(PLAIN, reason=reason, unsupported=True)
+
+
+def _check_decisions(group: FSDPParamGroup, refused: list[Refused], mode: str, caller: str) -> None:
+    if mode != "on":
+        return
+    problems = [(entry.name, entry.decision) for entry in refused]
+    for param in group.fsdp_params:
+        if isinstance(param, QuantizedFSDPParam):
+            owner = param.te_dist_weight.owner
+            recipe = recipe_in_force(owner.layer.recipe)
+            decision = owner.decisions(recipe)[owner.weights.index(param.te_dist_weight)]
+            problems.append((param.te_dist_weight.name, decision))
+    for name, decision in problems:
+        if decision.unsupported:
+            raise ValueError(_not_on(caller, name, decision.reason))
+
+
+def check_sharded(state: FSDPState, caller: str) -> None:
+    for group in groups_of(state):
+        for param in group.fsdp_params:
+            if param.sharded_state != ShardedState.SHARDED:
+                raise RuntimeError(
+                    f"{caller} expects sharded parameters but {param._module_info.param_name!r} of a "
+                    f"{type(param._module_info.module).__name__} is unsharded; call reshard() first"
+                )

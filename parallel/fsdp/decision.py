@@ -1,0 +1,107 @@
+"""How a weight travels, and why: decided from the layer, its recipe and its sharding, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from te_dist.formats import INPUT_DTYPES
+from te_dist.modules.base import QuantizedLayer
+from te_dist.parallel.fsdp.codec import WeightCodec, codec_for
+from te_dist.parallel.fsdp.shards import Shards
+from te_dist.pipeline.config import CallFlags, LayerSpec, StageConfig, resolve
+from te_dist.quantizers import Quantizer
+from te_dist.recipe import DelayedScaling, Recipe
+
+How = Literal["quantized", "quantized after", "high precision"]
+QUANTIZED: How = "quantized"  # bytes are gathered
+AFTERWARDS: How = "quantized after"  # gathered in high precision, then quantized once
+PLAIN: How = "high precision"  # gathered in high precision, for the layer to do with it what it wants
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one weight is gathered under one recipe.
+
+    Attributes:
+        codec: of a weight whose bytes are gathered.
+        quantizer: with all planes that are kept unsharded; None for PLAIN.
+        reason: why its bytes are not gathered; "" if they are.
+        unsupported: something stands in the way, as opposed to nobody having asked for quantization.
+    """
+
+    how: How
+    quantizer: Quantizer | None = None
+    codec: WeightCodec | None = None
+    reason: str = ""
+    unsupported: bool = False
+
+    @property
+    def format(self) -> str:
+        return "-" if self.quantizer is None else self.quantizer.describe()
+
+
+def weight_slots(layer: QuantizedLayer) -> list[tuple[StageConfig, int, int]]:
+    """(stage, group, slot) of each weight of a layer."""
+    config = resolve(layer.spec, None, CallFlags(True, (True,) * layer.spec.param_count))
+    return [(stage, g, stage.weight_slot + g) for stage in config.stages for g in range(stage.spec.weights)]
+
+
+def structural_obstacle(layer: QuantizedLayer) -> str:
+    """Why no weight of this layer can be gathered quantized, whatever its recipe; "" if nothing is in the way."""
+    if getattr(layer, "parameter_splits", None):
+        return "parameters_split: the layer joins the parts before it quantizes them"
+    if getattr(layer, "fc1_is_split", False):
+        return "fc1 is held as gate and up: the layer joins them before it quantizes them"
+    if getattr(layer, "single_grouped_weight", False):
+        return "single_grouped_weight: one parameter holds the weights of all groups"
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _weight_quantizers(spec: LayerSpec, recipe: Recipe) -> list[tuple[Quantizer | None, str]]:
+    """By weight: its quantizer, or None and the reason why the recipe needs the weight in high precision."""
+    config = resolve(spec, recipe, CallFlags(True, (True,) * spec.param_count, keep_planes=True))
+    found: list[tuple[Quantizer | None, str]] = []
+    for stage in config.stages:
+        quantizer, reason = stage.weight, ""
+        if quantizer is None:
+            reason = "the recipe does not quantize the weight"
+        elif not stage.fprop:
+            reason = "the recipe runs fprop in high precision"
+        elif not stage.dgrad and not stage.dequantized_backward:
+            reason = "the recipe runs dgrad in high precision"
+        elif getattr(quantizer, "stochastic_rounding", False):
+            reason = "stochastic rounding of a weight would differ from rank to rank"
+        found += [(None if reason else quantizer, reason)] * stage.spec.weights
+    return found
+
+
+def decide(
+    layer: QuantizedLayer, recipe: Recipe | None, shards: list[Shards], shapes: list[torch.Size]
+) -> list[Decision]:
+    """For each weight of a layer. They travel alike: a layer cannot do with half of its weights quantized."""
+    if recipe is None:
+        return [Decision(PLAIN, reason="no recipe")] * len(shards)
+    delayed = isinstance(recipe, DelayedScaling)
+    made: list[Decision] = []
+    for (quantizer, reason), rows, shape in zip(_weight_quantizers(layer.spec, recipe), shards, shapes, strict=True):
+        if quantizer is None:
+            return [Decision(PLAIN, reason=reason, unsupported=True)] * len(shards)
+        quantizer = quantizer.with_usage(rowwise=True, columnwise=not quantizer.column_from_row)
+        obstacle = WeightCodec.obstacle(quantizer, rows)
+        if obstacle:
+            made.append(Decision(AFTERWARDS, quantizer, reason=obstacle, unsupported=True))
+        else:
+            made.append(Decision(QUANTIZED, quantizer, codec_for(quantizer, rows, shape[-1], delayed)))
+    return made
+
+
+def dtype_obstacle(param: Tensor) -> str:
+    if param.dtype not in INPUT_DTYPES:
+        return f"its dtype is {str(param.dtype).removeprefix('torch.')}"
+    return ""

@@ -1,0 +1,403 @@
+"""Training under FSDP2 with quantized gathers against one process.
+
+On two ranks sums over ranks have one order, and everything is bit-equal. Where more ranks or two-dimensional meshes add
+up in another order the difference is that of float32 sums, stated with each test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fsdp_cases as cases
+import pytest
+import torch
+from fsdp_cases import MAIN, RECIPES, assert_same, batches, build, full, make, mesh_of, train
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.func import functional_call
+
+import te_dist
+from te_dist.parallel import all_gather_report, comm_report, fully_shard, parallelize
+from te_dist.tensors.quantized_tensor import wrap
+
+Pools = Callable[[int], RankPool]
+STEPS = 20
+# A sum of a few float32 numbers in another order, amplified by 20 steps: quantized bytes flip where a value lies on the
+# border of two codes, which for one weight in a thousand moves it by a sixteenth (E4M3) or a fourth (E2M1).
+REORDERED = 5e-3
+
+
+def single(recipe: str, device: str, data: list[Tensor], **options: Any) -> nn.Module:
+    """One process: all ranks' parts one after the other, gradients averaged. Delayed scaling sees them as one batch,
+    because its history is that of a step and not of a part."""
+    model = make(recipe, device)
+    if recipe != "delayed":
+        train(model, data, None, **options)
+        return model
+    # The mean over so many more rows has so much smaller gradients: scales that start at one would show it.
+    train(model, [x.flatten(0, 1)[None] for x in data], None, loss_scale=float(len(data[0])), **options)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------- one process
+def check_twenty_steps(rank: int, world: int, device: str, recipe: str) -> None:
+    mesh = mesh_of(device, world)
+    data = batches(STEPS, world, device)
+    # One batch of 32 rows or two of 16: the products of wgrad add up in another order. AdamW, which divides by the size
+    # of a gradient, would make something of that; SGD shows it as it is.
+    tolerance, optimizer = (1e-5, cases.SGD) if recipe == "delayed" else (0.0, "adamw")
+    reference = single(recipe, device, data, optimizer=optimizer)
+    start = make(recipe, device)
+    assert max(cases.differences(start, reference).values()) > 0.01, "nothing was learnt"
+    losses: dict[str, list[float]] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "reshard": {"reshard_after_forward": True},
+        "no reshard": {"reshard_after_forward": False},
+        "checkpointing": {"remat": "inner"},
+        "compiled": {"backend": "aot_eager"},
+    }
+    for name, options in ways.items():
+        torch._dynamo.reset()
+        model = build(recipe, device, mesh, **options)
+        losses[name] = train(model, data, rank, optimizer=optimizer)
+        assert_same(reference, model, tolerance, f"{recipe}, {name}")
+        assert losses[name] == losses["reshard"], f"{recipe}, {name}"
+
+
+@pytest.mark.parametrize("recipe", MAIN)
+def test_twenty_steps_equal_one_process(rank_pools: Pools, device: str, recipe: str) -> None:
+    rank_pools(2).run(check_twenty_steps, device, recipe, timeout=240)
+
+
+def check_accumulation(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    data = batches(STEPS, world, device)
+    for recipe in MAIN:
+        if recipe == "delayed":
+            continue  # a microbatch advances its scales: FSDP2 and one process see other ones
+        reference = make(recipe, device)
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=3e-3)
+        for step, batch in enumerate(data):
+            total: dict[str, Tensor] = {}
+            for r in range(world):  # as on each rank: microbatches first, then the sum over ranks
+                for part in range(2):
+                    torch.manual_seed(1000 * step + 10 * part + r)
+                    reference(batch[r].chunk(2)[part]).square().mean().backward()
+                for name, p in reference.named_parameters():
+                    total[name] = p.grad if name not in total else total[name] + p.grad
+                    p.grad = None
+            for name, p in reference.named_parameters():
+                p.grad = total[name] / world
+            optimizer.step()
+            optimizer.zero_grad()
+        for reshard in (True, False):
+            model = build(recipe, device, mesh, reshard_after_forward=reshard)
+            train(model, data, rank, micro=2)
+            assert_same(reference, model, what=f"{recipe}, reshard {reshard}")
+            model = build(recipe, device, mesh, reshard_after_forward=reshard)
+            model.set_reshard_after_backward(False)  # one gather serves several steps' forward and backward
+            model(data[0][rank]).sum().backward()
+            model(data[1][rank]).sum().backward()
+
+
+def test_gradient_accumulation(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_accumulation, device, timeout=120)
+
+
+def mixed_precision_reference(recipe: str, device: str, data: list[Tensor]) -> nn.Module:
+    """param_dtype bf16, reduce_dtype fp32, in one process and without FSDP2: parameters are cast, but weights are
+    quantized from float32; gradients are bf16 and summed in float32."""
+    model = make(recipe, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step, batch in enumerate(data):
+        for r, x in enumerate(batch):
+            leaves = {}
+            for name, p in model.named_parameters():
+                if name.startswith("blocks") and p.dim() == 2:
+                    quantizer = RECIPES[recipe].quantizer_for(te_dist.QuantizerRole("linear", "weight"))
+                    leaves[name] = wrap(quantizer.quantize(p.detach()).to(dtype=torch.bfloat16)).requires_grad_()
+                else:
+                    leaves[name] = p.detach().bfloat16().requires_grad_()
+            torch.manual_seed(1000 * step + r)
+            functional_call(model, leaves, (x.bfloat16(),)).float().square().mean().backward()
+            for name, p in model.named_parameters():
+                gradient = leaves[name].grad.float() / len(batch)
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def check_mixed_precision(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    data = batches(STEPS, world, device)
+    for recipe in ("current", "block", "mxfp8", "nvfp4"):
+        reference = mixed_precision_reference(recipe, device, data)
+        for reshard in (True, False):
+            # reduce_dtype is not given: te_dist makes it float32 on every torch version.
+            policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            model = build(recipe, device, mesh, mp_policy=policy, reshard_after_forward=reshard)
+            train(model, data, rank, dtype=torch.bfloat16)
+            assert all(p.dtype == torch.float32 for p in model.parameters())
+            assert_same(reference, model, what=f"{recipe}, reshard {reshard}")
+
+
+def test_mixed_precision_policy(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_mixed_precision, device, timeout=120)
+
+
+def check_optimizers(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    data = batches(4, world, device)
+    for recipe in ("current", "mxfp8"):
+        for optimizer in cases.OPTIMIZERS:
+            model = build(recipe, device, mesh)
+            made = cases.OPTIMIZERS[optimizer](model.parameters())
+            train(model, data, rank, optimizer=made)
+            assert_same(single(recipe, device, data, optimizer=optimizer), model, what=f"{recipe}, {optimizer}")
+            for state in made.state.values():  # nothing in there is a quantized tensor
+                for value in state.values():
+                    inner = getattr(value, "_local_tensor", value)
+                    assert not isinstance(inner, Tensor) or type(inner) is Tensor
+        # Norms of sharded gradients are DTensors of plain tensors too.
+        clipped = [single(recipe, device, data, clip=0.01), build(recipe, device, mesh)]
+        train(clipped[1], data, rank, clip=0.01)
+        assert_same(clipped[0], clipped[1], REORDERED, f"{recipe}, clipped")
+
+
+def test_any_optimizer(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_optimizers, device, timeout=120)
+
+
+def check_offload(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    data = batches(4, world, device)
+    for recipe in MAIN:
+        expected = build(recipe, device, mesh)
+        train(expected, data, rank)
+        policy = CPUOffloadPolicy(pin_memory=device == "cuda")
+        model = build(recipe, device, mesh, offload_policy=policy)
+        train(model, data, rank)
+        assert all(p._local_tensor.device.type == "cpu" for p in model.parameters())
+        for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(a._local_tensor.cpu(), b._local_tensor), (recipe, name)
+
+
+def test_cpu_offload(rank_pools: Pools, device: str) -> None:
+    """The optimizer steps on the host; shards travel to the device and are quantized there."""
+    rank_pools(2).run(check_offload, device, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------------- frozen weights
+class LoRA(nn.Module):
+    def __init__(self, recipe: str, device: str) -> None:
+        super().__init__()
+        self.base = te_dist.Linear(96, 160, recipe=RECIPES[recipe], device=device).requires_grad_(False)
+        self.a = nn.Linear(96, 4, bias=False, device=device)
+        self.b = nn.Linear(4, 160, bias=False, device=device)
+        self.out = te_dist.Linear(160, 96, recipe=RECIPES[recipe], device=device).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.base(x) + self.b(self.a(x)))
+
+
+def lora(recipe: str, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(LoRA(recipe, device), LoRA(recipe, device))
+
+
+def check_lora(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    data = batches(4, world, device)
+    for recipe in MAIN:
+        if recipe == "delayed":
+            continue
+        reference = lora(recipe, device)
+        trained = [p for p in reference.parameters() if p.requires_grad]
+        train(reference, data, None, optimizer=torch.optim.AdamW(trained, lr=3e-3))
+        model = lora(recipe, device)
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        train(model, data, rank, optimizer=torch.optim.AdamW(trained, lr=3e-3))
+        assert_same(reference, model, what=recipe)
+        assert torch.equal(full(model[0].base.weight), lora(recipe, device)[0].base.weight)
+        assert len(all_gather_report(model).quantized) == 4
+
+
+def test_frozen_weights(rank_pools: Pools, device: str) -> None:
+    """Only the adapters learn; frozen weights are gathered quantized and pass gradients on."""
+    rank_pools(2).run(check_lora, device)
+
+
+# ------------------------------------------------------------------------------------------------- all layers
+def layers(recipe: Any, device: str) -> dict[str, Callable[[], nn.Module]]:
+    options = {"recipe": recipe, "device": device}
+    return {
+        "linear": lambda: te_dist.Linear(64, 96, **options),
+        "layernorm_linear": lambda: te_dist.LayerNormLinear(64, 96, **options),
+        "layernorm_mlp": lambda: te_dist.LayerNormMLP(64, 96, activation="swiglu", **options),
+        "grouped": lambda: te_dist.GroupedLinear(3, 64, 96, **options),
+        "transformer": lambda: te_dist.TransformerLayer(64, 96, 4, **options),
+        "tied": lambda: Tied(options),
+    }
+
+
+class Tied(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.one, self.two = te_dist.Linear(64, 64, **options), te_dist.Linear(64, 64, **options)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.relu(self.one(x)))
+
+
+def check_layers(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    for recipe_name in ("current", "delayed", "mxfp8", "nvfp4"):
+        for name in layers(None, device):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(2)
+                models.append(nn.ModuleList([layers(RECIPES[recipe_name], device)[name]()]))
+            fully_shard(models[1][0], mesh=mesh)
+            report = all_gather_report(models[1])
+            split = {n for n in report.others if "layernorm_qkv" in n}  # q, k and v are joined by the layer
+            assert report.quantized and set(report.others) == split, (name, str(report))
+            arguments = ([10, 0, 22],) if name == "grouped" else ()
+            shape = (8, 4, 64) if name == "transformer" else (32, 64)
+            for step in range(2):
+                x = torch.randn(shape, device=device)
+                made = []
+                for m in models:
+                    leaf = x.clone().requires_grad_()
+                    torch.manual_seed(step)
+                    y = m[0](leaf, *arguments)
+                    (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+                    made.append([leaf.grad, *[full(p.grad) for p in m.parameters()]])
+                for i, (a, b) in enumerate(zip(*made, strict=True)):  # the ranks have one batch, so means are exact
+                    assert torch.equal(a, b), (recipe_name, name, step, i)
+
+
+def test_every_layer(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_layers, device)
+
+
+# ------------------------------------------------------------------------------------------------- meshes
+def check_meshes(rank: int, world: int, device: str) -> None:
+    """FSDP on four ranks, HSDP 2x2 and 1x4 and 4x1: quantized gathers against those of torch, bit for bit."""
+    data = batches(3, world, device)
+    for shape in ((4,), (2, 2), (1, 4), (4, 1)):
+        mesh = mesh_of(device, *shape, names=("outer", "inner")[-len(shape) :])
+        for recipe in MAIN:
+            if recipe == "delayed":
+                continue
+            plain = build(recipe, device, mesh, quantized_all_gather="off")
+            quantized = build(recipe, device, mesh)
+            losses = train(plain, data, rank)
+            assert train(quantized, data, rank) == losses, (shape, recipe)
+            assert_same(plain, quantized, what=f"{shape} {recipe}")
+            assert_same(single(recipe, device, data), quantized, REORDERED, f"{shape} {recipe}")
+    # Delayed scaling: the ranks agree on every scale.
+    for shape in ((4,), (2, 2)):
+        mesh = mesh_of(device, *shape, names=("outer", "inner")[-len(shape) :])
+        model = build("delayed", device, mesh)
+        train(model, data, rank)
+        assert_same(single("delayed", device, data), model, REORDERED, f"{shape} delayed")
+        model(data[0][rank])  # the last reduction
+        for buffer in (b for n, b in model.named_buffers() if n.endswith("fp8_scale")):
+            scales = [torch.empty_like(buffer) for _ in range(world)]
+            torch.distributed.all_gather(scales, buffer)
+            assert all(torch.equal(s, scales[0]) for s in scales)
+
+
+def test_meshes_of_four_ranks(rank_pools: Pools, device: str) -> None:
+    rank_pools(4).run(check_meshes, device, timeout=240)
+
+
+class Projections(nn.Module):
+    """A block for tensor parallelism: column, then row."""
+
+    def __init__(self, recipe: str, device: str, width: int = 256, hidden: int = 256) -> None:
+        super().__init__()
+        self.up = te_dist.Linear(width, hidden, recipe=RECIPES[recipe], device=device)
+        self.down = te_dist.Linear(hidden, width, recipe=RECIPES[recipe], device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def projections(recipe: str, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Projections(recipe, device), Projections(recipe, device))
+
+
+def two_dimensional(recipe: str, device: str, dp: Any, tp: Any, sequence: bool, backend: str | None = None, **options: Any) -> nn.Module:  # noqa: E501
+    model = projections(recipe, device)
+    parallelize(model, tp, {"*.up": "column", "*.down": "row"}, sequence_parallel=sequence)
+    for block in model:
+        if backend is not None:
+            block.compile(fullgraph=True, backend=backend)
+        fully_shard(block, mesh=dp, **options)
+    return fully_shard(model, mesh=dp, **options)
+
+
+def train_2d(model: nn.Module, data: list[Tensor], dp: int, tp: int, sequence: bool) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step, batch in enumerate(data):
+        x = batch[dp].chunk(2)[tp] if sequence else batch[dp]
+        torch.manual_seed(step)
+        loss = model(x.clone().requires_grad_()).square().mean() * (0.5 if sequence else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check_2d(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, 2, 2, names=("dp_shard", "tp"))
+    dp, tp = mesh["dp_shard"], mesh["tp"]
+    at = dp.get_local_rank(), tp.get_local_rank()
+    data = batches(2, 2, device, width=256, rows=64)
+    for recipe in MAIN:
+        sequence = recipe != "delayed"
+        reference = projections(recipe, device)
+        model = two_dimensional(recipe, device, dp, tp, sequence)
+        with torch.no_grad():
+            model[0].eval().unshard()
+        for name, dim in (("up", 0), ("down", 1)):  # what one process makes of the whole weight, this rank's part
+            storage = cases.gathered(getattr(model[0], name))
+            whole = getattr(reference[0], name).weight.detach()
+            scale = torch.ones(1, device=device) if recipe == "delayed" else None
+            expected = cases.whole_weight(storage, whole, scale)
+            assert torch.equal(storage.dequantize(), expected.dequantize().chunk(2, dim)[at[1]]), (recipe, name)
+            if recipe == "current":
+                assert torch.equal(storage._scale_inv, expected._scale_inv), "ranks of tensor parallelism disagree"
+        model[0].train().reshard()
+        with comm_report() as report:
+            losses = train_2d(model, data, *at, sequence)
+        weights = [c for c in report.select(kind="all_gather") if c.payload.startswith("weight")]
+        assert weights and {c.dtype for c in weights} == {"uint8"}
+        if recipe != "delayed":  # the histories' reduction over dp is ours alone
+            plain = two_dimensional(recipe, device, dp, tp, sequence, quantized_all_gather="off")
+            assert train_2d(plain, data, *at, sequence) == losses, recipe
+            assert_same(plain, model, what=recipe)
+        if recipe in ("current", "mxfp8"):
+            torch._dynamo.reset()
+            compiled = two_dimensional(recipe, device, dp, tp, sequence, backend="aot_eager")
+            assert train_2d(compiled, data, *at, sequence) == losses, recipe
+            assert_same(model, compiled, what=f"{recipe}, compiled")
+        if recipe not in ("delayed", "nvfp4"):  # whose random bits are each rank's own
+            train(reference, data, None)
+            assert_same(reference, model, 10 * REORDERED, f"{recipe} against one process")
+
+
+def test_two_dimensional_mesh(rank_pools: Pools, device: str) -> None:
+    """dp_shard 2 x tp 2, column and row parallel with sequence parallelism, eager and compiled."""
+    rank_pools(4).run(check_2d, device, timeout=240)

@@ -1,0 +1,86 @@
+"""te-dist train as processes: Ctrl-C, SIGTERM, a killed rank, and torchrun's restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from train_cases import children, finish, losses, start, wait_for_step
+
+from te_dist.launch import checkpoint, runtime
+from te_dist.launch.metrics import read_metrics
+
+
+def whole_checkpoints(run_dir: Path) -> list[int]:
+    world = runtime.start("cpu", 60)
+    steps = []
+    for path in sorted((run_dir / "checkpoints").glob("step-*")):
+        found, _ = checkpoint.find(run_dir, str(path), world)  # raises if it is not whole
+        assert found is not None
+        steps.append(found.progress.step)
+    return steps
+
+
+def test_ctrl_c_saves_once_and_says_so(tmp_path: Path) -> None:
+    process = start(tmp_path, steps=5000)
+    wait_for_step(tmp_path, 3, process)
+    process.send_signal(signal.SIGINT)
+    code, out, errors = finish(process)
+    assert code == 128 + signal.SIGINT, (out, errors)
+    last = out.strip().splitlines()[-1]
+    (step,) = whole_checkpoints(tmp_path)
+    assert last == (
+        f"te-dist train: stopped by Ctrl-C after step {step}, which is saved in {tmp_path}; the same command goes on "
+        f"from there"
+    )
+    assert "Traceback" not in out + errors
+    saves = [e for e in read_metrics(tmp_path) if e["event"] == "checkpoint"]
+    assert len(saves) == 1 and max(losses(tmp_path)) == step
+    code, out, _ = finish(start(tmp_path, steps=step + 2))
+    assert code == 0 and f"(step {step})" in out and max(losses(tmp_path)) == step + 2
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path: Path) -> None:
+    process = start(tmp_path, ranks=2, steps=5000, tp=2, sp=True, recipe="fp8_current")
+    wait_for_step(tmp_path, 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, errors = finish(process)
+    assert code != 0
+    (step,) = whole_checkpoints(tmp_path)
+    assert f"te-dist train: stopped by SIGTERM after step {step}" in out, (out, errors)
+    assert not list((tmp_path / "checkpoints").glob(".partial*"))
+
+
+def ranks_of(launcher: int) -> list[int]:
+    return [pid for pid in children(launcher) if b"te_dist.launch.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path) -> None:
+    process = start(tmp_path, ranks=2, steps=5000, tp=2)
+    wait_for_step(tmp_path, 3, process)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    begun = time.monotonic()
+    code, out, errors = finish(process, 60)
+    assert code != 0 and time.monotonic() - begun < 45
+    assert "SIGKILL" in errors or "Signal 9" in errors, (out, errors)
+
+
+def test_torchrun_restarts_a_killed_rank_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, ranks=2, restarts=1, steps=40, tp=2, checkpoint_every=5)
+    wait_for_step(tmp_path, 7, process)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    code, out, errors = finish(process, 120)
+    assert code == 0, (out, errors)
+    resumed = [e["step"] for e in read_metrics(tmp_path) if e["event"] == "resume"]
+    assert len(resumed) == 1 and resumed[0] >= 5 and resumed[0] % 5 == 0
+    assert list(losses(tmp_path)) == list(range(1, 41)) and "te-dist train: done, step 40" in out
+    assert whole_checkpoints(tmp_path)[-1] == 40
+
+
+def test_a_mistake_is_said_once_and_before_training(tmp_path: Path) -> None:
+    code, out, errors = finish(start(tmp_path / "run", ranks=2, data=str(tmp_path / "nothing.txt")))
+    assert code != 0
+    assert errors.count("te-dist train: error: data expects an existing file or folder but got") == 1
+    assert "step " not in out and not (tmp_path / "run").exists()
