@@ -322,7 +322,7 @@ def local_amaxes(rank: int, world: int, device: str) -> None:
 
 
 def test_local_amaxes(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(local_amaxes, device)
+    rank_pools(2).run(local_amaxes, device, timeout=200)
 
 
 def microbatches_match(rank: int, world: int, device: str) -> None:
@@ -365,7 +365,7 @@ def microbatches_match(rank: int, world: int, device: str) -> None:
 
 
 def test_microbatches_and_wgrad_scheduling(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(microbatches_match, device)
+    rank_pools(2).run(microbatches_match, device, timeout=200)
 
 
 def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
@@ -395,7 +395,7 @@ def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
 
 
 def test_stochastic_rounding_streams(rank_pools: Pools, device: str) -> None:
-    first, second = rank_pools(2).run(stochastic_rounding, device)
+    first, second = rank_pools(2).run(stochastic_rounding, device, timeout=200)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [mode == "row" for mode in MODES]
 
 
@@ -454,4 +454,4 @@ def bytes_match(rank: int, world: int, device: str) -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_the_docs(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(bytes_match, device)
+    rank_pools(2).run(bytes_match, device, timeout=200)
