@@ -87,6 +87,7 @@ def product(kind: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:
+    expected = expected.cpu()
     noise = (actual.double().cpu() - expected).norm()
     return float("inf") if noise == 0 else (20 * torch.log10(expected.norm() / noise)).item()
 

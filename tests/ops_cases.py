@@ -118,6 +118,15 @@ RECIPES: dict[str, recipe.Recipe | None] = {
     "nvfp4": recipe.NVFP4BlockScaling(),
 }
 # Where -1, 0 and 1 are exact in every operand: without the Hadamard transform.
+
+
+def without_chance(name: str, device: str) -> recipe.Recipe | None:
+    """The recipe; on a GPU without stochastic rounding, where one draw of two seeds is not two draws of one."""
+    if name == "nvfp4" and device == "cuda":
+        return recipe.NVFP4BlockScaling(fp8_quant_bwd_grad=recipe.QParams(stochastic_rounding=False))
+    return RECIPES[name]
+
+
 EXACT_RECIPES = {**RECIPES, "nvfp4": recipe.NVFP4BlockScaling(disable_rht=True)}
 
 

@@ -24,6 +24,7 @@ from ops_cases import (
     run,
     unfused,
     whole_numbers,
+    without_chance,
 )
 from torch import Tensor, nn
 
@@ -83,9 +84,17 @@ def test_linear_is_exact_on_what_its_formats_hold(name: str, bias: bool, device:
     if op.bias is not None:
         expected = expected + op.bias.double()
         assert torch.equal(op.bias.grad.double(), dy.double().sum(0))
-    assert torch.equal(y.double(), expected)
-    assert torch.equal(leaf.grad.double(), dy.double() @ weight)
-    assert torch.equal(op.weight.grad.double(), dy.double().T @ x.double())
+    assert_whole(y, expected)
+    assert_whole(leaf.grad, dy.double() @ weight)
+    assert_whole(op.weight.grad, dy.double().T @ x.double())
+
+
+def assert_whole(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal; on a GPU but for the rounding of the operands' scales, which tensor cores apply to the sum and not to each
+    of its terms."""
+    slack = 1e-5 if actual.is_cuda else 0.0
+    assert actual.shape == expected.shape
+    assert actual.numel() == 0 or (actual.double() - expected).abs().max().item() <= slack
 
 
 @by_recipe
@@ -108,11 +117,11 @@ def test_grouped_linear(name: str, single: bool, device: str) -> None:
         rows = slice(start, start + int(sizes[g]))
         start = rows.stop
         part = x.detach()[rows].double()
-        assert torch.equal(y[rows].double(), part @ weight.double().T + b.double())
-        assert torch.equal(x.grad[rows].double(), dy[rows].double() @ weight.double())
+        assert_whole(y[rows], part @ weight.double().T + b.double())
+        assert_whole(x.grad[rows], dy[rows].double() @ weight.double())
         dw = op.weight.grad[g] if single else getattr(op, f"weight{g}").grad
         db = op.bias.grad[g] if single else getattr(op, f"bias{g}").grad
-        assert torch.equal(dw.double(), dy[rows].double().T @ part)
+        assert_whole(dw, dy[rows].double().T @ part)
         assert torch.equal(db.double(), dy[rows].double().sum(0))
     again = op(x, sizes, m_splits=[20, 0, 28])
     assert torch.equal(again, y)
@@ -283,7 +292,8 @@ def extra_for(chain: ops.Sequential, count: int, device: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", CHAINS)
 def test_fused_equals_apart(kind: str, name: str, device: str) -> None:
     """Bit for bit: the arithmetic is the same."""
-    (chain, count), (twin, _) = (chains(RECIPES[name], device=device)[kind] for _ in range(2))
+    chosen = without_chance(name, device)
+    (chain, count), (twin, _) = (chains(chosen, device=device)[kind] for _ in range(2))
     with torch.no_grad():
         for mine, theirs in zip(twin.parameters(), chain.parameters(), strict=True):
             mine.copy_(theirs)
@@ -371,7 +381,7 @@ def test_grouped_mlp(name: str, on_device: bool, device: str) -> None:
     pair = []
     for _ in range(2):
         torch.manual_seed(0)
-        kw: dict[str, Any] = {"recipe": RECIPES[name], "dtype": BF16, "device": device}
+        kw: dict[str, Any] = {"recipe": without_chance(name, device), "dtype": BF16, "device": device}
         chain = filled(
             ops.Sequential(ops.GroupedLinear(3, K, 128, **kw), ops.SwiGLU(), ops.GroupedLinear(3, 64, K, **kw))
         )
