@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ class Llama(nn.Module):
                 param.copy_(self._initial(name, param, seed))
                 continue
             whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
-            values = {name: self._initial(name, whole, seed)}
+            values: dict[str, Any] = {name: self._initial(name, whole, seed)}
             # Each rank makes one whole parameter at a time, and keeps its part.
             set_model_state_dict(self, values, options=StateDictOptions(full_state_dict=True, strict=False))
 
