@@ -1,1 +1,1 @@
-"""te_dist.launch: what a person starts: ``te-dist doctor`` and ``te-dist demo``."""
+"""te_dist.launch: ``te-dist train``, ``compare``, ``doctor``, ``demo``, and the accelerate plugin."""

@@ -11,7 +11,7 @@ COMMANDS = {
     "train": (train.main, "train a language model, alone or under torchrun"),
     "compare": (compare.main, "curves and a table of several runs"),
     "doctor": (doctor.main, "versions, devices, and what runs natively here"),
-    "demo": (demo.main, "train a small Llama in bf16 and in every recipe"),
+    "demo": (demo.main, "a small Llama on four ranks, in bf16 and in three recipes"),
     "formats": (formats.main, "quantize a transformer-like weight and activation in every format"),
 }
 

@@ -47,6 +47,9 @@ class TrainConfig:
         "default: with tp, and where the checkpoint does",
         "model",
     )
+    meta_init: bool | None = option(
+        None, "build without memory, then give each rank its shard; default: over several ranks from 1e9 on", "model"
+    )
     hf_config: str | None = option(
         None, "train this Hugging Face causal LM from its config.json (file or folder), not a Llama", "model"
     )
@@ -252,6 +255,15 @@ class TrainConfig:
                 lines.append(f"# {group}")
             lines.append(f"{field.name}: {json.dumps(getattr(self, field.name))}")
         return "\n".join(lines) + "\n"
+
+    def resolved(self) -> str:
+        """Every option, a line per group, for the top of the terminal."""
+        groups: dict[str, list[str]] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                groups.setdefault(field.metadata["group"], []).append(f"{field.name}={value}")
+        return "\n".join(f"  {group:<13} {', '.join(values)}" for group, values in groups.items())
 
     def changes(self) -> dict[str, Any]:
         """What differs from the defaults."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import te_dist
@@ -106,9 +109,16 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter from `seed` and its own name: the same values however many layers come before it."""
+        """Fill every parameter from `seed` and its own name: the same values however many layers come before it, and
+        however the parameter is laid out over ranks."""
         for name, param in self.named_parameters():
-            param.copy_(self._initial(name, param, seed))
+            if not isinstance(param, DTensor):
+                param.copy_(self._initial(name, param, seed))
+                continue
+            whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
+            values: dict[str, Any] = {name: self._initial(name, whole, seed)}
+            # Each rank makes one whole parameter at a time, and keeps its part.
+            set_model_state_dict(self, values, options=StateDictOptions(full_state_dict=True, strict=False))
 
     def _initial(self, name: str, param: Tensor, seed: int) -> Tensor:
         for half, part in enumerate(("fc1_gate_weight", "fc1_up_weight")):

@@ -36,10 +36,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The largest so far: what torch allocated on a GPU, the resident set of this process elsewhere."""
+    """The most that torch allocated on a GPU since it was reset; elsewhere what this process holds now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MetricsLog:

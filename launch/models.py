@@ -13,8 +13,12 @@ import te_dist
 from te_dist.launch import layout as layouts
 from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.llama import Llama
+from te_dist.launch.presets import ModelSize
 from te_dist.launch.recipes import is_quantized, recipe_table
+from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.convert import ConversionReport
+
+META_FROM = 1_000_000_000  # parameters from which on no rank should hold the whole model
 
 
 @dataclasses.dataclass
@@ -86,15 +90,17 @@ def build_model(config: TrainConfig, vocab_size: int, layout: layouts.Layout, de
         size = dataclasses.replace(config.model_size, vocab_size=config.vocab_size or vocab_size)
         if size.vocab_size < vocab_size:
             raise ConfigError(f"vocab_size expects at least the tokenizer's {vocab_size} but got {size.vocab_size}")
+        on_meta = _wants_meta(config, size, layout)
         llama = Llama(
             size,
             compute_dtype=compute,
             param_dtype=param,
-            device=device,
+            device="meta" if on_meta else device,
             activation_checkpointing=checkpointing,
             split_gate=bool(config.split_gate),
         )
-        llama.init_weights(config.seed)
+        if not on_meta:
+            llama.init_weights(config.seed)
         model, blocks, flops = llama, list(llama.layers), size.flops_per_token(config.seq_len)
     parameters = sum(p.numel() for p in model.parameters())
     conversion = quantize(model, config)
@@ -103,7 +109,25 @@ def build_model(config: TrainConfig, vocab_size: int, layout: layouts.Layout, de
         for block in blocks:
             block.compile(fullgraph=True)
     layouts.shard_model(model, blocks, layout, config)
+    if isinstance(model, Llama) and next(model.parameters()).is_meta:
+        _materialize(model, config.seed, device)
     return BuiltModel(model, conversion, parameters, flops)
+
+
+def _wants_meta(config: TrainConfig, size: ModelSize, layout: layouts.Layout) -> bool:
+    if layout.mesh is None:
+        return False
+    return size.parameters > META_FROM if config.meta_init is None else config.meta_init
+
+
+def _materialize(model: Llama, seed: int, device: torch.device) -> None:
+    """Memory and values for a model that was built and laid out on the meta device."""
+    model.to_empty(device=device)
+    model.tie()
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLayer):
+            layer._reset_delayed()
+    model.init_weights(seed)
 
 
 def quantize(model: nn.Module, config: TrainConfig) -> ConversionReport:

@@ -25,11 +25,13 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(error, 2)
     except (CheckpointError, TrainingError) as error:
         return _refuse(error, 1)
+    except KeyboardInterrupt:  # before the first step, or a second time
+        return _refuse("interrupted; the newest checkpoint is whole", 130)
     finally:
         runtime.stop()
 
 
-def _refuse(error: Exception, code: int) -> int:
+def _refuse(error: Exception | str, code: int) -> int:
     # Every rank meets the same error; one of them says it.
     if os.environ.get("RANK", "0") == "0":
         print(f"te-dist train: error: {error}", file=sys.stderr, flush=True)

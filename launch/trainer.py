@@ -107,6 +107,7 @@ class Trainer:
         self.eval_loss: float | None = None
         self.last: dict[str, Any] = {}
         self.peak = peak_flops(self.world.device)
+        self.most_memory = 0
 
     # ------------------------------------------------------------------------------------------- before
     def _vocabulary(self, needed: int) -> int:
@@ -156,6 +157,8 @@ class Trainer:
         monitor = te_dist.monitor(self.model, every=config.monitor_every) if config.monitor_every else None
         view = progress_for(config.progress, config.steps, first, self.world.is_first)
         profiler = StepProfiler(config.profile_steps, self.run_dir, self.world)
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
         stopped_by = 0
         clock = _Clock(self.world.device)
         try:
@@ -244,6 +247,7 @@ class Trainer:
         view: Lines,
     ) -> None:
         mean = self.world.mean(loss)  # waits for the device
+        self.most_memory = max(self.most_memory, memory_bytes(self.world.device))
         tokens_per_s = clock.rate()
         mfu = None
         if self.peak is not None:
@@ -255,7 +259,7 @@ class Trainer:
             "tokens": self.done.tokens,
             "tokens_per_s": tokens_per_s,
             "mfu": mfu,
-            "memory": memory_bytes(self.world.device),
+            "memory": self.most_memory,
         }
         self.last = values
         log.write("step", step=step, **values)
@@ -335,7 +339,7 @@ class Trainer:
             f"data      {self.batches.train.name}, {short(len(self.batches.train.tokens))} tokens; "
             f"{short(self._tokens_per_step())} a step, {config.steps} steps",
             f"run_dir   {self.run_dir}",
-            "config    " + ", ".join(f"{name}={value}" for name, value in config.changes().items()),
+            f"config\n{config.resolved()}",
         ]
         lines += [f"warning: {warning}" for warning in self.warnings]
         if self.resumed_from is not None:

@@ -31,8 +31,8 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         for block in re.findall(r"```console\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL):
-            lines = [line for line in block.splitlines() if "train" in line and "accelerate launch" not in line]
-            found += [(page, line) for line in lines]
+            lines = [line for line in block.splitlines() if "accelerate launch" not in line]
+            found += [(page, line) for line in lines if "train" in line]
     return found
 
 

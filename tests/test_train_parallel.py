@@ -58,6 +58,16 @@ def test_tp_sp_fsdp_resume_bit_for_bit_and_follow_one_process(
         assert any(e["event"] == "quantization" for e in events)
 
 
+def test_a_model_that_is_built_on_the_meta_device_starts_with_the_same_weights(
+    rank_pools: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    for recipe, tied in (("fp8_block", False), ("fp8_delayed", True)):
+        options = {**LAYOUT, "recipe": recipe, "steps": 2, "tied_embeddings": tied, "final_checkpoint": False}
+        for meta in (False, True):
+            rank_pools(4).run(_train, tmp_path / f"{recipe}-{meta}", {**options, "meta_init": meta}, timeout=120)
+        assert losses(tmp_path / f"{recipe}-True") == losses(tmp_path / f"{recipe}-False")
+
+
 def test_a_checkpoint_of_four_ranks_goes_on_at_two_and_at_one(
     rank_pools: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

@@ -18,9 +18,13 @@ tp = 2 if dist.get_world_size() % 2 == 0 else 1
 mesh = init_device_mesh(device, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
 
 torch.manual_seed(0)
-model = nn.Sequential(*[te_dist.LayerNormMLP(256, 512, activation="swiglu", bias=False) for _ in range(3)]).to(device)
+blocks = [
+    nn.Sequential(te_dist.LayerNormLinear(256, 512, bias=False), nn.GELU(), te_dist.Linear(512, 256, bias=False))
+    for _ in range(3)
+]
+model = nn.Sequential(*blocks).to(device)
 te_dist.convert(model, te_dist.recipe.Float8CurrentScaling(), min_size=0, verbose=dist.get_rank() == 0)
-parallelize(model, mesh["tp"], {str(index): "column" for index in range(3)}, sequence_parallel=True)
+parallelize(model, mesh["tp"], {"*.0": "column", "*.2": "row"}, sequence_parallel=True)
 for block in model:
     fully_shard(block, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
