@@ -61,7 +61,7 @@ def start_gather(operands: list[Operand], group: Any) -> Pending[list[Operand]]:
             results.append(whole.with_usage(rowwise=True, columnwise=True) if derive else whole)
         return results
 
-    return Pending(None, finish, group, False, "", None)
+    return Pending(None, finish)
 
 
 def _is_plain(operands: list[Operand]) -> bool:
@@ -85,7 +85,7 @@ def start_reduce(whole: Tensor, group: Any, *, scatter: bool, wire_dtype: torch.
     else:
         # In place on a copy: the argument may be somebody's.
         pending = transport.all_reduce(sent.clone() if sent is whole else sent, group)
-    return pending if sent.dtype == dtype else Pending(None, lambda: pending.wait().to(dtype), group, False, "", None)
+    return pending if sent.dtype == dtype else Pending(None, lambda: pending.wait().to(dtype))
 
 
 # ------------------------------------------------------------------------------------------------- public
@@ -149,7 +149,7 @@ def _start_whole(inp: Operand, group: Any) -> Pending[Any]:
     if ranks == 1:
         return Done(inp)
     pending = start_gather([matrix], group)
-    return Pending(None, lambda: pending.wait()[0].view(shape), group, False, "", None)
+    return Pending(None, lambda: pending.wait()[0].view(shape))
 
 
 def reduce_scatter_along_first_dim(

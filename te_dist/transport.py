@@ -84,12 +84,20 @@ class Pending(Generic[T]):
 
     __slots__ = ("_finish", "_group", "_kept", "_polls", "_what", "_work")
 
-    def __init__(self, work: Any, finish: Callable[[], T], group: Any, polls: bool, what: str, kept: Any) -> None:
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[], T],
+        group: Any = None,
+        polls: bool = False,
+        what: What | None = None,
+        kept: Any = None,
+    ) -> None:
         self._work, self._finish, self._group = work, finish, group
         self._polls, self._what, self._kept = polls, what, kept
 
     def wait(self) -> T:
-        if self._work is not None:
+        if self._work is not None and self._what is not None:
             _wait(self._work, self._group, self._polls, self._what)
             self._work = None
         return self._finish()
@@ -107,7 +115,7 @@ class Done(Pending[T]):
         return self._result
 
 
-def _wait(work: Any, group: Any, polls: bool, what: str) -> None:
+def _wait(work: Any, group: Any, polls: bool, what: What) -> None:
     """Until the collective is done. Where that blocks the host, it looks for other ranks' notes meanwhile."""
     try:
         if polls:
@@ -119,11 +127,11 @@ def _wait(work: Any, group: Any, polls: bool, what: str) -> None:
         raise RankFailed(_why(group, what, str(error))) from error
 
 
-def _poll(work: Any, group: Any, what: str) -> None:
-    for _ in range(200):  # small messages are there in no time
+def _poll(work: Any, group: Any, what: What) -> None:
+    for _ in range(20):  # small messages are there in no time; more would take the processor from other ranks
         if work.is_completed():
             return
-    pause, start = 2e-5, time.monotonic()
+    pause, start = 5e-5, time.monotonic()
     look_at = start + _LOOK_SECONDS
     while not work.is_completed():
         time.sleep(pause)
@@ -170,7 +178,7 @@ def _notes(group: Any) -> list[str]:
     return found
 
 
-def _why(group: Any, what: str, error: str) -> str:
+def _why(group: Any, what: What, error: str) -> str:
     """What became of the others, once a collective has failed: their notes, and who gives no sign of life."""
     cause, silent = "", []
     with contextlib.suppress(Exception):
@@ -190,8 +198,8 @@ def _why(group: Any, what: str, error: str) -> str:
     return _sentence(group, what, "; ".join(filter(None, (cause, f"the backend says: {error}"))))
 
 
-def _sentence(group: Any, what: str, cause: str) -> str:
-    return f"te_dist: {what} over group {group.group_name!r} cannot end on rank {group.rank()}: {cause}"
+def _sentence(group: Any, what: What, cause: str) -> str:
+    return f"te_dist: {_text(what)} over group {group.group_name!r} cannot end on rank {group.rank()}: {cause}"
 
 
 def _tell_before_dying(group_name: str) -> None:
@@ -210,9 +218,20 @@ def _tell_before_dying(group_name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- agreement
+# A collective as its ranks compare it: kind, payload, layer, phase, and dtype and shape of every tensor.
+What = tuple[str, str, str, str, tuple[tuple[torch.dtype, torch.Size], ...]]
+
+
 @functools.lru_cache(maxsize=8192)
-def _fingerprint(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+def _text(what: What) -> str:
+    kind, payload, layer, phase, tensors = what
+    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in tensors)
+    return f"{kind} of {shapes}{f' [{payload}]' if payload else ''}{f' in {layer} ({phase})' if layer else ''}"
+
+
+@functools.lru_cache(maxsize=8192)
+def _fingerprint(what: What) -> int:
+    return int.from_bytes(hashlib.blake2b(_text(what).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,30 +240,30 @@ def _blocks_host(group: Any, device_type: str) -> bool:
     return torch_compat.backend_of(group, torch.device(device_type)) == "gloo"
 
 
-def agree(group: Any, device: torch.device, text: str) -> None:
-    """Raise RanksDisagree on every rank of the group unless all of them bring the same text."""
+def agree(group: Any, device: torch.device, what: What) -> None:
+    """Raise RanksDisagree on every rank of the group unless all of them are about to do the same."""
     mode = state.agreement
     if mode is None:
         mode = "always" if _blocks_host(group, device.type) else "once"
     if mode == "off":
         return
-    key = (group.group_name, text)
+    key = (group.group_name, what)
     if mode == "once" and key in state.agreed:
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     polls = _blocks_host(group, device.type)
-    mine = torch.tensor([_fingerprint(text)], dtype=torch.int64, device=device)
+    mine = torch.tensor([_fingerprint(what)], dtype=torch.int64, device=device)
     everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
     _record("check", group, mine, "agreement")
-    _wait(torch_compat.start_all_gather(group, [everyone], [mine]), group, polls, f"the agreement on {text}")
+    _wait(torch_compat.start_all_gather(group, [everyone], [mine]), group, polls, what)
     if len(set(everyone.tolist())) == 1:
         state.agreed.add(key)
         return
-    padded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    padded = _text(what).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     said = torch.tensor(list(padded), dtype=torch.uint8, device=device)
     texts = torch.empty(group.size() * _TEXT_BYTES, dtype=torch.uint8, device=device)
-    _wait(torch_compat.start_all_gather(group, [texts], [said]), group, polls, "the exchange of what ranks disagree on")
+    _wait(torch_compat.start_all_gather(group, [texts], [said]), group, polls, what)
     shown = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts.view(-1, _TEXT_BYTES)]
     lines = "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(shown))
     raise RanksDisagree(
@@ -263,12 +282,10 @@ def _record(kind: str, group: Any, tensor: Tensor | Sequence[Tensor], payload: s
         recorder((kind, str(group.group_name), dtype, size, state.layer, state.phase, payload))
 
 
-def _begin(kind: str, group: Any, tensors: Sequence[Tensor], payload: str) -> tuple[bool, str]:
+def _begin(kind: str, group: Any, tensors: Sequence[Tensor], payload: str) -> tuple[bool, What]:
     name = group.group_name
     _tell_before_dying(name)
-    shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
-    where = f" in {state.layer} ({state.phase})" if state.layer else ""
-    what = f"{kind} of {shapes}{f' [{payload}]' if payload else ''}{where}"
+    what = (kind, payload, state.layer, state.phase, tuple([(t.dtype, t.shape) for t in tensors]))
     agree(group, tensors[0].device, what)
     state.started[name] = state.started.get(name, 0) + 1
     _record(kind, group, tensors, payload)

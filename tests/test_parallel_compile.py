@@ -182,4 +182,4 @@ def uneven_compiles(rank: int, world: int, device: str) -> None:
 
 
 def test_uneven_shards_compile(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(uneven_compiles, device)
+    rank_pools(2).run(uneven_compiles, device, timeout=200)

@@ -62,7 +62,7 @@ def trains_exactly(rank: int, world: int, device: str) -> None:
 
 
 def test_training_is_exact_where_no_sum_crosses_ranks(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(trains_exactly, device)
+    rank_pools(2).run(trains_exactly, device, timeout=200)
 
 
 def losses(model: nn.Module, device: str, steps: int, group: Any) -> list[float]:
@@ -234,7 +234,7 @@ def initialises_alike(rank: int, world: int, device: str) -> None:
 
 
 def test_initialisation_does_not_depend_on_the_ranks(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(initialises_alike, device)
+    rank_pools(2).run(initialises_alike, device, timeout=200)
 
 
 def meta_device(rank: int, world: int, device: str) -> None:
@@ -254,7 +254,7 @@ def meta_device(rank: int, world: int, device: str) -> None:
 
 
 def test_meta_device(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(meta_device, device)
+    rank_pools(2).run(meta_device, device, timeout=200)
 
 
 # ------------------------------------------------------------------------------------------------- plans and styles
@@ -303,7 +303,7 @@ def styles_work(rank: int, world: int, device: str) -> None:
 
 
 def test_plans_and_styles(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(styles_work, device)
+    rank_pools(2).run(styles_work, device, timeout=200)
 
 
 class Attention(nn.Module):
@@ -344,7 +344,7 @@ def shares_gather(rank: int, world: int, device: str) -> None:
 
 
 def test_one_gather_for_q_k_and_v(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(shares_gather, device)
+    rank_pools(2).run(shares_gather, device, timeout=200)
 
 
 # ------------------------------------------------------------------------------------------------- vocabulary
@@ -385,7 +385,7 @@ def vocabulary_matches(rank: int, world: int, device: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_vocabulary_over_ranks(rank_pools: Pools, device: str, world: int) -> None:
-    rank_pools(world).run(vocabulary_matches, device)
+    rank_pools(world).run(vocabulary_matches, device, timeout=200)
 
 
 # ------------------------------------------------------------------------------------------------- random streams
@@ -416,7 +416,7 @@ def streams(rank: int, world: int, device: str) -> tuple[Any, ...]:
 
 
 def test_random_streams(rank_pools: Pools, device: str) -> None:
-    first, second = rank_pools(2).run(streams, device)
+    first, second = rank_pools(2).run(streams, device, timeout=200)
     assert torch.equal(first[0], second[0]) and torch.equal(first[2], second[2]), "all ranks draw the same"
     assert not torch.equal(first[1], second[1]), "each draws its own"
     assert torch.equal(torch.cat([first[0], first[2]]), first[3]), "the shared stream does not notice"
@@ -477,7 +477,7 @@ def copies(rank: int, world: int, device: str) -> None:
 
 
 def test_copies_of_parallel_modules(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(copies, device)
+    rank_pools(2).run(copies, device, timeout=200)
 
 
 def test_without_a_group_the_classes_are_plain() -> None:

@@ -248,6 +248,8 @@ def transformer_matches(rank: int, world: int, device: str, names: list[str]) ->
                 twin = parallel_twin(layer, tp_mesh(world, device), "column", sequence_parallel=sp)
                 s, b, h = 32 * world, 2, 128 * world
                 x, dy = sample(s * b, h, device, 1).view(s, b, h), sample(s * b, h, device, 2).view(s, b, h)
+                if fused:  # no norm before the attention: keep its softmax from saturating
+                    x = x / 32
                 rows = 0 if sp else None
                 one = step(layer, x, dy)
                 mine = step(twin, part(x, rows, rank, world), part(dy, rows, rank, world))
@@ -322,7 +324,7 @@ def local_amaxes(rank: int, world: int, device: str) -> None:
 
 
 def test_local_amaxes(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(local_amaxes, device)
+    rank_pools(2).run(local_amaxes, device, timeout=200)
 
 
 def microbatches_match(rank: int, world: int, device: str) -> None:
@@ -365,7 +367,7 @@ def microbatches_match(rank: int, world: int, device: str) -> None:
 
 
 def test_microbatches_and_wgrad_scheduling(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(microbatches_match, device)
+    rank_pools(2).run(microbatches_match, device, timeout=200)
 
 
 def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
@@ -395,7 +397,7 @@ def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
 
 
 def test_stochastic_rounding_streams(rank_pools: Pools, device: str) -> None:
-    first, second = rank_pools(2).run(stochastic_rounding, device)
+    first, second = rank_pools(2).run(stochastic_rounding, device, timeout=200)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [mode == "row" for mode in MODES]
 
 
@@ -454,4 +456,4 @@ def bytes_match(rank: int, world: int, device: str) -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_the_docs(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(bytes_match, device)
+    rank_pools(2).run(bytes_match, device, timeout=200)

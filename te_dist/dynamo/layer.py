@@ -27,7 +27,7 @@ from te_dist.pipeline.forward import layer_forward as forward_impl
 from te_dist.pipeline.function import config_of, draw_seeds, flatten_weights, rebuild_weights
 from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved, saves_norm_output
 from te_dist.pipeline.shards import out_lead, rows_per_entry, stage_rows
-from te_dist.pipeline.weights import quantize_weight, weight_quantizer
+from te_dist.pipeline.weights import quantize_weight_part, weight_quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.gathered import stand_in
 from te_dist.tensors.storage import QuantizedStorage
@@ -51,7 +51,8 @@ def _quantize_weights(
             param = params[stage.weight_slot + g]
             assert param is not None
             quantizer = weight_quantizer(config, stage, scales, amaxes, g)
-            group.append(quantize_weight(param, quantizer, group=stage.spec.comm.amax_group("weight"))[0])
+            amax_group = stage.spec.comm.amax_group("weight")
+            group.append(quantize_weight_part(param, quantizer, None, True, None, False, amax_group)[0])
         weights.append(group)
     return flatten_weights(weights) + ([] if amaxes is None else [amaxes])
 
@@ -80,11 +81,9 @@ def update_weights(
         for g, storage in enumerate(storages):
             param = params[stage.weight_slot + g]
             if isinstance(storage, QuantizedStorage) and param is not None:
-                quantizer, amax_group = (
-                    weight_quantizer(config, stage, scales, amaxes, g),
-                    stage.spec.comm.amax_group("weight"),
-                )
-                quantize_weight(param, quantizer, storage, True, skip, group=amax_group)
+                quantizer = weight_quantizer(config, stage, scales, amaxes, g)
+                amax_group = stage.spec.comm.amax_group("weight")
+                quantize_weight_part(param, quantizer, storage, True, skip, False, amax_group)
 
 
 @update_weights.register_fake

@@ -32,7 +32,7 @@ from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, 
 from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
 from te_dist.pipeline.shards import out_lead, rows_per_entry
-from te_dist.pipeline.weights import quantize_weight, weight_quantizer
+from te_dist.pipeline.weights import quantize_weight_part, weight_quantizer
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
 from te_dist.tensors.gathered import GatheredWeight, stand_in
@@ -380,7 +380,7 @@ class QuantizedLayer(torch.nn.Module):
                     continue
                 quantizer = weight_quantizer(config, stage, call.scales, call.amaxes, g)
                 workspace = None if kept is None else kept[index][g]
-                used, new = quantize_weight(
+                used, new = quantize_weight_part(
                     param,
                     quantizer,
                     workspace if isinstance(workspace, QuantizedStorage) else None,

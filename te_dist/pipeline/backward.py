@@ -158,11 +158,12 @@ def _exchanged_products(
     quantized, plain, rows = _exchanged_gradients(args, stage, source, spread, result)
     del source
     pending_dx: Pending[Tensor] | None = None
+    wire_dtype = None if plan.dx is Move.NONE else comm.wire_dtype
     if stage.needs_dgrad:
         das = []
         for group in groups:
             dy = quantized[group] if stage.dgrad and quantized else plain[group]
-            da = _dgrad(args, stage, dy, args.weights[index][group], rows[group], comm.wire_dtype)
+            da = _dgrad(args, stage, dy, args.weights[index][group], rows[group], wire_dtype)
             das.append(da if spread is None or plan.dx is Move.REDUCE_SCATTER else spread[group].drop_whole(da))
         if plan.dx is Move.REDUCE_SCATTER and spread is not None:
             whole = by_rank(das, spread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -101,14 +102,17 @@ def _operands(
     sources = split_rows(source, args.splits) if stage.spec.groups and args.offsets is None else [source]
     quantized: list[QuantizedStorage] = []
     if quantizer is not None:
-        is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+        padded, padded_to = sources, cast("list[int | None]", [None] * len(sources))
+        if spread is not None:
+            is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+            padded = [laid_out(part, spread, group, is_whole) for group, part in enumerate(sources)]
+            padded_to = [laid_out_rows(spread, group, is_whole) for group in range(len(sources))]
         quantized = [
             quantize_operand(
-                args.config, stage, "input", quantizer, laid_out(part, spread, group, is_whole), args.scales,
-                args.amaxes, group=group, padded_to=laid_out_rows(spread, group, is_whole),
+                args.config, stage, "input", quantizer, part, args.scales, args.amaxes, group=group, padded_to=rows
             )
-            for group, part in enumerate(sources)
-        ]  # fmt: skip
+            for group, (part, rows) in enumerate(zip(padded, padded_to, strict=True))
+        ]
     if stage.needs_wgrad and not keep_original:
         if quantized and stage.x_saved is not None:
             saved_plane = stage.x_saved

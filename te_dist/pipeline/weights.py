@@ -23,7 +23,6 @@ def quantize_weight(
     update_workspace: bool = True,
     skip_update_flag: Tensor | None = None,
     cache: bool = False,
-    group: str | None = None,
 ) -> tuple[TensorOrQuantized, QuantizedStorage | None]:
     """The weight that a GEMM reads, and the new workspace if one was made to be kept.
 
@@ -35,8 +34,20 @@ def quantize_weight(
         skip_update_flag: float32 [1] on the device. Given, the workspace is always written, by a kernel that leaves
             it alone where the flag is not 0: so a CUDA graph can decide at replay.
         cache: return a newly quantized weight as a workspace too.
-        group: name of the process group over which a per-tensor amax is reduced, if the weight is a shard.
     """
+    return quantize_weight_part(tensor, quantizer, workspace, update_workspace, skip_update_flag, cache, None)
+
+
+def quantize_weight_part(
+    tensor: Tensor | QuantizedStorage,
+    quantizer: Quantizer | None,
+    workspace: QuantizedStorage | None,
+    update_workspace: bool,
+    skip_update_flag: Tensor | None,
+    cache: bool,
+    group: str | None,
+) -> tuple[TensorOrQuantized, QuantizedStorage | None]:
+    """``quantize_weight`` of a rank's part of a weight: a per-tensor amax is reduced over the named process group."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.quantized_storage, None
     if isinstance(tensor, QuantizedStorage) or quantizer is None:
