@@ -138,9 +138,9 @@ def load_elsewhere(rank: int, world: int, device: str, folder: str, shape: tuple
 def test_save_at_four_load_anywhere(rank_pools: Pools, device: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     rank_pools(4).run(save_at_four, device, folder, timeout=240)
-    rank_pools(4).run(resume_at_four, device, folder, timeout=120)
-    rank_pools(4).run(load_elsewhere, device, folder, (2, 2), timeout=120)
-    rank_pools(2).run(load_elsewhere, device, folder, (2,), timeout=120)
+    rank_pools(4).run(resume_at_four, device, folder, timeout=240)
+    rank_pools(4).run(load_elsewhere, device, folder, (2, 2), timeout=240)
+    rank_pools(2).run(load_elsewhere, device, folder, (2,), timeout=240)
     for recipe in MAIN:  # one process, and a model that was never sharded
         saved = torch.load(f"{folder}/{recipe}.pt", weights_only=True)["saved"]
         model = net(recipe, device, seed=9)
@@ -192,7 +192,7 @@ def interrupted(rank: int, world: int, folder: str) -> None:
 
 
 def test_interrupted_save(rank_pools: Pools, tmp_path: Path) -> None:
-    rank_pools(2).run(interrupted, str(tmp_path))
+    rank_pools(2).run(interrupted, str(tmp_path), timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- state dicts
@@ -229,7 +229,7 @@ def state_dicts(rank: int, world: int, device: str, folder: str) -> None:
 
 
 def test_state_dicts(rank_pools: Pools, device: str, tmp_path: Path) -> None:
-    rank_pools(2).run(state_dicts, device, str(tmp_path))
+    rank_pools(2).run(state_dicts, device, str(tmp_path), timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- meta device
@@ -264,7 +264,7 @@ def from_meta(rank: int, world: int, device: str) -> None:
 
 
 def test_meta_device(rank_pools: Pools, device: str) -> None:
-    rank_pools(4).run(from_meta, device)
+    rank_pools(4).run(from_meta, device, timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- the example
@@ -288,4 +288,4 @@ def example(rank: int, world: int, device: str, folder: str) -> None:
 
 
 def test_example(rank_pools: Pools, device: str, tmp_path: Path) -> None:
-    rank_pools(4).run(example, device, str(tmp_path))
+    rank_pools(4).run(example, device, str(tmp_path), timeout=240)

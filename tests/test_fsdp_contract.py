@@ -58,6 +58,7 @@ def test_where_a_forward_begins() -> None:
     assert root.index("self._lazy_init()") < root.index("iter_forward_root") < root.index("wait_stream")
     assert list(inspect.signature(state._root_pre_forward).parameters) == ["self", "module", "args", "kwargs"]
     assert hasattr(fully_shard, "state")
+    assert "self._comm_ctx.all_gather_copy_in_stream.wait_stream" in root and "self._device_handle" in root
 
 
 def test_torch_keeps_versions_of_refilled_tensors() -> None:

@@ -103,7 +103,7 @@ def check_accumulation(rank: int, world: int, device: str) -> None:
 
 
 def test_gradient_accumulation(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_accumulation, device, timeout=120)
+    rank_pools(2).run(check_accumulation, device, timeout=240)
 
 
 def mixed_precision_reference(recipe: str, device: str, data: list[Tensor]) -> nn.Module:
@@ -145,7 +145,7 @@ def check_mixed_precision(rank: int, world: int, device: str) -> None:
 
 
 def test_mixed_precision_policy(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_mixed_precision, device, timeout=120)
+    rank_pools(2).run(check_mixed_precision, device, timeout=240)
 
 
 def check_optimizers(rank: int, world: int, device: str) -> None:
@@ -168,7 +168,7 @@ def check_optimizers(rank: int, world: int, device: str) -> None:
 
 
 def test_any_optimizer(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_optimizers, device, timeout=120)
+    rank_pools(2).run(check_optimizers, device, timeout=240)
 
 
 def check_offload(rank: int, world: int, device: str) -> None:
@@ -187,7 +187,7 @@ def check_offload(rank: int, world: int, device: str) -> None:
 
 def test_cpu_offload(rank_pools: Pools, device: str) -> None:
     """The optimizer steps on the host; shards travel to the device and are quantized there."""
-    rank_pools(2).run(check_offload, device, timeout=120)
+    rank_pools(2).run(check_offload, device, timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- frozen weights
@@ -230,7 +230,7 @@ def check_lora(rank: int, world: int, device: str) -> None:
 
 def test_frozen_weights(rank_pools: Pools, device: str) -> None:
     """Only the adapters learn; frozen weights are gathered quantized and pass gradients on."""
-    rank_pools(2).run(check_lora, device)
+    rank_pools(2).run(check_lora, device, timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- all layers
@@ -284,7 +284,7 @@ def check_layers(rank: int, world: int, device: str) -> None:
 
 
 def test_every_layer(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_layers, device)
+    rank_pools(2).run(check_layers, device, timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- meshes

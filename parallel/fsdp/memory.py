@@ -77,7 +77,8 @@ def bytes_in_use(device: torch.device | str) -> int:
                 seen[storage.data_ptr()] = storage.size()
         elif isinstance(thing, GatheredWeight):
             for buffer in thing.quantized_storage.inner_tensors():
-                if buffer.untyped_storage().size():
+                # A compiler's fakes have no memory.
+                if type(buffer) is Tensor and buffer.device.type == "cpu" and buffer.untyped_storage().size():
                     seen[buffer.untyped_storage().data_ptr()] = buffer.untyped_storage().size()
     return sum(seen.values())
 

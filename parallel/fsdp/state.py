@@ -37,8 +37,11 @@ class QuantizedFSDPState(FSDPState):
             if layers is None:
                 layers = [layer for module in self._modules for layer in sharded_layers(module)]
                 self.__dict__[_LAYERS] = layers
-            # Before the streams of the gathers are told to wait for this one.
             amaxes.before_forward(layers)
+            # FSDP2 has its gathers wait for this stream too, unless the user gave it an event of the optimizer's.
+            copy_in = getattr(self._comm_ctx, "all_gather_copy_in_stream", None)
+            if layers and copy_in is not None:
+                copy_in.wait_stream(self._device_handle.current_stream())
         elif type(root) is FSDPState:
             # torch's own fully_shard was called on the root: this time each group reduces for itself.
             root.__class__ = QuantizedFSDPState

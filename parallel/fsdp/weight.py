@@ -121,6 +121,7 @@ class ShardedWeight:
         self.gathering = Gathering(name)
         self.amaxes: Tensor | None = None  # reduced, for this forward and its backward
         self.amaxes_codec: WeightCodec | None = None
+        self._forward_scale: Tensor | None = None
         self._variants: dict[Decision, Variant] = {}
         self._current: Variant | None = None
         if hasattr(param, "_unsharded_param"):  # it was gathered before, in high precision
@@ -194,11 +195,7 @@ class ShardedWeight:
         codec = variant.decision.codec
         assert codec is not None
         wanted = self._wanted(codec, state)
-        scale = None
-        if isinstance(recipe, DelayedScaling):
-            advances = state != TrainingState.PRE_BACKWARD and not in_backward()
-            advances = advances and (self.owner.layer.training or torch.is_grad_enabled())
-            scale = self.owner.weight_scale(recipe, self.scale_index, advances).to(self.param.device)
+        scale = self._delayed_scale(recipe, state) if isinstance(recipe, DelayedScaling) else None
         reduced = amaxes.for_gather(self, codec, state)
         local = self.local().to(self.param.device, non_blocking=True)
         encoded = codec.encode(local, wanted, reduced, scale)
@@ -206,6 +203,17 @@ class ShardedWeight:
         self._gather_into(variant, wanted)
         amax = reduced[:1] if codec.delayed and reduced is not None else None
         return sent, {"planes": wanted, "common": encoded.common, "amax": amax}
+
+    def _delayed_scale(self, recipe: DelayedScaling, state: TrainingState) -> Tensor:
+        """Backward takes the scale of its forward. The layer's buffers may have moved on, and on a GPU this runs on a
+        stream that does not wait for those who write them."""
+        if (state == TrainingState.PRE_BACKWARD or in_backward()) and self._forward_scale is not None:
+            return self._forward_scale
+        advances = self.owner.layer.training or torch.is_grad_enabled()
+        scale = self.owner.weight_scale(recipe, self.scale_index, advances).to(self.param.device, copy=True)
+        if state == TrainingState.FORWARD:
+            self._forward_scale = scale
+        return scale
 
     def _wanted(self, codec: WeightCodec, state: TrainingState) -> tuple[PlaneName, ...]:
         """Forward reads the row plane, backward the column plane. Both, where the memory of one has to last for the
@@ -330,6 +338,8 @@ class ShardedWeight:
             codec.decode(storage, planes, gathered)
             for name, value in common.items():
                 getattr(storage, name).copy_(value)
+                if value.is_cuda:  # made on the stream of the gathers, which must not reuse it before it is read
+                    value.record_stream(torch.cuda.current_stream(value.device))
         if not alone:
             for name in planes:
                 if codec.planes[name].transposed:  # its transpose is what is read
