@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from te_dist.launch.config import ConfigError
 from te_dist.launch.doctor import table
@@ -21,11 +23,41 @@ def differences(runs: list[Run]) -> str:
     return "\nwhat differs\n" + table(("run", *keys), rows)
 
 
+def numbers(runs: list[Run]) -> dict[str, Any]:
+    """What a benchmark keeps of some runs; ratios are against the first."""
+    first = runs[0]
+    return {
+        "te_dist": first.start.get("te_dist"),
+        "torch": first.start.get("torch"),
+        "device": first.start.get("device"),
+        "ranks": first.start.get("ranks"),
+        "runs": [
+            {
+                "name": run.name,
+                "recipe": run.recipe,
+                "layout": run.start.get("layout"),
+                "config": run.config,
+                "steps": run.steps,
+                "loss": run.final_loss,
+                "eval_loss": run.eval_loss,
+                "tokens_per_s": run.tokens_per_s,
+                "tokens_per_s_ratio": run.tokens_per_s / first.tokens_per_s if first.tokens_per_s else None,
+                "mfu": run.mfu,
+                "peak_memory_bytes": run.memory,
+                "peak_memory_ratio": run.memory / first.memory if first.memory else None,
+                "wire_bytes": run.wire_bytes,
+            }
+            for run in runs
+        ],
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the table, write the page."""
     parser = argparse.ArgumentParser(prog="te-dist compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs; losses are given against the first")
     parser.add_argument("--out", type=Path, help="the page to write (default: compare.html beside the first run)")
+    parser.add_argument("--json", type=Path, help="write the numbers of the table to this file too")
     options = parser.parse_args(argv)
     if len(options.runs) < 2:
         parser.error(f"expects two runs or more but got {len(options.runs)}")
@@ -38,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"te-dist compare: error: {error}", file=sys.stderr)
         return 2
+    if options.json is not None:
+        options.json.write_text(json.dumps(numbers(runs), indent=1) + "\n")
     header, rows = summary_rows(runs)
     print(table(tuple(header), [tuple(row) for row in rows]))
     print(differences(runs))

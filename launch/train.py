@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 from te_dist.launch import runtime
 from te_dist.launch.checkpoint import CheckpointError
@@ -19,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     if any(a in ("-h", "--help") for a in arguments):
         parser().print_help()
         return 0
+    # torch warns of writes into what a sharded block returned; none of the models here does that.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     try:
         return _run(arguments)
     except ConfigError as error:

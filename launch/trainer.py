@@ -34,6 +34,7 @@ from te_dist.launch.runtime import World
 from te_dist.launch.stopping import StopRequest, name_of
 from te_dist.launch.tokenizers import padded_vocab, tokenizer_from
 from te_dist.launch.wire import count_bytes, weight_gathers
+from te_dist.recipe import DelayedScaling
 
 # What must be the same for a checkpoint to be continued.
 MODEL_KEYS = ("preset", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab_size", "tied_embeddings", "hf_config")
@@ -108,11 +109,22 @@ class Trainer:
         self.last: dict[str, Any] = {}
         self.peak = peak_flops(self.world.device)
         self.most_memory = 0
+        self.quantizes_once = self._may_quantize_once()
 
     # ------------------------------------------------------------------------------------------- before
     def _vocabulary(self, needed: int) -> int:
         size = getattr(self.built.model, "size", None)
         return size.vocab_size if size is not None else getattr(self.built.model, "vocab_size", needed)
+
+    def _may_quantize_once(self) -> bool:
+        """Whether the microbatches of a step share their quantized weights, without a bit of difference."""
+        config = self.config
+        # FSDP2 gathers weights anew for every microbatch, so there is nothing to keep. A compiled block that is
+        # computed again would find the weight that it made the first time: another graph. And delayed scaling would
+        # advance once, not with every microbatch.
+        recomputed = config.compile and config.activation_checkpointing != "none"
+        delayed = any(isinstance(layer.recipe, DelayedScaling) for layer in self.built.conversion.layers)
+        return config.microbatches > 1 and not (self.layout.is_sharded or recomputed or delayed)
 
     def _check_run_dir(self) -> None:
         error = None
@@ -216,9 +228,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         microbatches = self.batches.step(step)
         total = torch.zeros((), device=self.world.device)
-        # FSDP2 gathers weights anew for every microbatch, so there is nothing to keep.
-        once = len(microbatches) > 1 and not self.layout.is_sharded
-        with te_dist.frozen_weights() if once else contextlib.nullcontext():
+        with te_dist.frozen_weights() if self.quantizes_once else contextlib.nullcontext():
             for index, tokens in enumerate(microbatches):
                 if self.layout.is_sharded:
                     self.model.set_requires_gradient_sync(index == len(microbatches) - 1)  # type: ignore[operator]

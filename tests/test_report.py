@@ -105,6 +105,11 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "+0.2500" in out and "what differs" in out and "fp8_current" in out
     assert f"report: {tmp_path / 'compare.html'}" in out
     assert "Difference from a" in (tmp_path / "compare.html").read_text()
+    kept = tmp_path / "numbers.json"
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", str(kept)]) == 0
+    numbers = json.loads(kept.read_text())
+    assert [run["recipe"] for run in numbers["runs"]] == ["bf16", "fp8_current"]
+    assert numbers["runs"][1]["tokens_per_s_ratio"] == 1.0 and numbers["runs"][1]["peak_memory_bytes"] == 30 * 2**20
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "none")]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
     with pytest.raises(SystemExit):

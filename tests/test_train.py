@@ -112,8 +112,9 @@ def test_compiled_blocks_train_like_eager_ones(tmp_path: Path, monkeypatch: pyte
         compile_block(block, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch.nn.Module, "compile", whole_graph)
-    for recipe in ("fp8_block", "nvfp4"):
-        options: dict[str, Any] = {"steps": 2, "layers": 1, "recipe": recipe}
+    for recipe, recomputed in (("fp8_block", "none"), ("nvfp4", "full"), ("fp8_delayed", "full")):
+        options: dict[str, Any] = {"steps": 2, "layers": 1, "recipe": recipe, "microbatches": 2}
+        options["activation_checkpointing"] = recomputed
         train(tmp_path / recipe / "eager", **options)
         train(tmp_path / recipe / "compiled", compile=True, **options)
         assert losses(tmp_path / recipe / "compiled") == losses(tmp_path / recipe / "eager")
