@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 
 from te_dist.launch import runtime
@@ -12,6 +13,9 @@ from te_dist.launch.config import ConfigError
 from te_dist.launch.options import config_from, parser
 from te_dist.launch.stopping import name_of
 from te_dist.launch.trainer import Trainer, TrainingError
+
+PATIENCE = 5.0  # seconds in which torchrun ends a rank whose first one has given up
+INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,15 +33,21 @@ def main(argv: list[str] | None = None) -> int:
     except (CheckpointError, TrainingError) as error:
         return _refuse(error, 1)
     except KeyboardInterrupt:  # before the first step, or a second time
-        return _refuse("interrupted; the newest checkpoint is whole", 130)
+        return _refuse("interrupted; the newest checkpoint is whole", INTERRUPTED)
     finally:
         runtime.stop()
 
 
 def _refuse(error: Exception | str, code: int) -> int:
-    # Every rank meets the same error; one of them says it.
-    if os.environ.get("RANK", "0") == "0":
-        print(f"te-dist train: error: {error}", file=sys.stderr, flush=True)
+    """Every rank meets most errors; the first says it, and torchrun ends the others. A rank that is still there after a
+    while is the only one who knows."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        if code == INTERRUPTED:
+            return code
+        time.sleep(PATIENCE)
+    where = "" if rank == "0" else f" on rank {rank}"
+    print(f"te-dist train: error{where}: {error}", file=sys.stderr, flush=True)
     return code
 
 

@@ -7,9 +7,10 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from train_cases import children, finish, losses, start, wait_for_step
 
-from te_dist.launch import checkpoint, runtime
+from te_dist.launch import checkpoint, runtime, train
 from te_dist.launch.metrics import read_metrics
 
 
@@ -84,3 +85,18 @@ def test_a_mistake_is_said_once_and_before_training(tmp_path: Path) -> None:
     assert code != 0
     assert errors.count("te-dist train: error: data expects an existing file or folder but got") == 1
     assert "step " not in out and not (tmp_path / "run").exists()
+
+
+def test_an_error_of_one_rank_is_said_by_that_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first rank speaks at once; another one waits to be ended, and then says what only it can know."""
+    waited: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    for rank, said in (("0", "error: no such file"), ("3", "error on rank 3: no such file")):
+        monkeypatch.setenv("RANK", rank)
+        assert train._refuse("no such file", 2) == 2
+        assert capsys.readouterr().err.strip() == f"te-dist train: {said}"
+    assert waited == [train.PATIENCE]
+    assert train._refuse("interrupted", train.INTERRUPTED) == train.INTERRUPTED
+    assert not capsys.readouterr().err and len(waited) == 1, "Ctrl-C reaches all of them"
