@@ -22,7 +22,7 @@ from torch import Tensor
 from te_dist import gemm_native, kernels, reference
 from te_dist.capability import RULES, cuda_version
 from te_dist.formats import BLOCK_SIZE, INPUT_DTYPES, DType, ceil_div
-from te_dist.gemm_direct import direct
+from te_dist.gemm_direct import direct, fast_accumulation
 from te_dist.gemm_native import HIGH_PRECISION, Factor, scaled_product
 from te_dist.reference_producers import fma as _fma
 from te_dist.tensors import (
@@ -197,7 +197,7 @@ def gemm(
     """
     if out is None and backend == "auto" and not kernels.is_shapes_only():
         (_, column_a), (_, column_b) = KINDS.get(kind, (("", False),) * 2)
-        fast = kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
+        fast = fast_accumulation(kind, use_split_accumulator)
         result = direct(a, b, column_a, column_b, out_dtype, bias, fast)
         if result is not None:
             return result
@@ -220,7 +220,7 @@ def gemm(
         wide = torch.bfloat16 if exact else torch.float32
         result = _matmul(factor_a.values(wide).to(wide), factor_b.values(wide).to(wide), bias, dtype)
     else:
-        fast = kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
+        fast = fast_accumulation(kind, use_split_accumulator)
         result = scaled_product(implementation, factor_a, factor_b, bias=bias, dtype=dtype, fast_accumulation=fast)
     result = result.reshape(shape)
     if out is None:

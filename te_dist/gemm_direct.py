@@ -21,6 +21,11 @@ E5M2 = DType.kFloat8E5M2
 _ALIGNED = 15  # sizes in multiples of 16 need no padding
 
 
+def fast_accumulation(kind: str, use_split_accumulator: bool | None) -> bool:
+    """Whether a product keeps its sums in the tensor core's short accumulator: unless told, only fprop does."""
+    return kind == "fprop" if use_split_accumulator is None else not use_split_accumulator
+
+
 @functools.cache
 def _is_native(recipe: str, device: torch.device) -> bool:
     if device.type != "cuda" or gemm_native.scaled_mm_api() is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 from cases import varied
 from module_cases import assert_equal
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import te_dist
 from te_dist import gemm_direct
@@ -51,9 +53,9 @@ def make(device: str, bias: bool = True, recipe: Recipe | None = None, **options
     return te_dist.Linear(K, N, bias=bias, recipe=recipe or Float8CurrentScaling(), **options)
 
 
-def compiled(layer: torch.nn.Module, backend: str = "aot_eager") -> tuple[Any, Any]:
+def compiled(layer: torch.nn.Module, backend: str = "aot_eager", function: Any = None) -> tuple[Any, Any]:
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    return torch.compile(layer, fullgraph=True, backend=counter), counter
+    return torch.compile(function or layer, fullgraph=True, backend=counter), counter
 
 
 def step(layer: te_dist.Linear, call: Any, x: Tensor) -> list[Tensor | None]:
@@ -165,3 +167,62 @@ def test_a_second_derivative_is_refused(native: str) -> None:
     with pytest.raises(RuntimeError):
         (dx,) = torch.autograd.grad(call(x).float().square().sum(), x, create_graph=True)
         dx.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------- around the layer
+def test_train_eval_and_no_grad_flips(native: str) -> None:
+    layer = make(native)
+    call, counter = compiled(layer)
+    x = varied((32, K), torch.bfloat16).to(native).requires_grad_()
+    for turn in range(2):
+        for train in (True, False):
+            layer.train(train)
+            assert_equal(step(layer, call, x), step(layer, layer, x))
+            with torch.no_grad():
+                assert torch.equal(call(x), layer(x))
+        if turn == 0:
+            graphs = counter.frame_count
+    assert counter.frame_count == graphs and is_traced(counter)
+
+
+@pytest.mark.parametrize("where", ["around the graph", "inside the graph"])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "selective"])
+def test_checkpointing(native: str, how: str, where: str) -> None:
+    if how == "reentrant" and where == "inside the graph":
+        pytest.skip("torch does not trace reentrant checkpointing with fullgraph=True")
+    layer = make(native)
+    options: dict[str, Any] = {"use_reentrant": how == "reentrant"}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, save_products)
+
+    def block(call: Any, x: Tensor) -> Tensor:
+        return torch.tanh(call(x * 1.5))
+
+    if where == "inside the graph":
+        call, counter = compiled(layer, function=lambda x: checkpoint(block, layer, x, **options))
+    else:
+        inner, counter = compiled(layer)
+
+        def call(x: Tensor) -> Tensor:
+            return checkpoint(block, inner, x, **options)
+
+    x = varied((32, K), torch.bfloat16).to(native).requires_grad_()
+    for _ in range(2):
+        assert_equal(step(layer, call, x), step(layer, lambda x: block(layer, x), x))
+    assert is_traced(counter)
+
+
+def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "_scaled_mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["current", "block"])
+def test_reduce_overhead(recipe: Recipe) -> None:
+    layer = make("cuda", recipe=recipe)
+    call = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for s in range(4):
+        x = varied((64, K), torch.bfloat16, seed=s).cuda().requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        made = [None if t is None else t.clone() for t in step(layer, call, x)]
+        assert_equal(made, step(layer, layer, x), f"step {s}")

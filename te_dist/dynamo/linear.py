@@ -17,9 +17,10 @@ from torch import Tensor
 from te_dist import gemm_direct, kernels
 from te_dist.dynamo.define import pure_op
 from te_dist.formats import TORCH_FP8, DType, round_up
-from te_dist.pipeline.config import IDENTITY, CallFlags, LayerConfig, LayerSpec, StageConfig, resolve
+from te_dist.pipeline.config import CallFlags, LayerSpec, resolve
+from te_dist.pipeline.plain_linear import accumulators, block_dims, is_plain, native_rule
 from te_dist.producers import Plain
-from te_dist.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from te_dist.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
 from te_dist.recipe import Recipe
 
 _MULTIPLE = 16  # of every size that a product sums over
@@ -125,48 +126,22 @@ def plan_of(
     flags = CallFlags(grads[0], grads[1:] if dtypes[2] is not None else (grads[1], False))
     config = resolve(spec, recipe, flags)
     stage = config.stages[0]
-    casts = _casts(stage) if _is_usual(config, stage) else None
-    if casts is None:
-        return None
-    if not gemm_direct._is_native("Float8BlockScaling" if casts[0][1] else "Float8CurrentScaling", device):
+    dims = block_dims(stage) if is_plain(config) and not config.delayed else None
+    if dims is None or not gemm_direct._is_native(native_rule(dims), device):
         return None
     if grads == (False, False, True):  # nothing to quantize in backward
         return None
     kinds = {kind for kind in dtypes if kind is not None}
     if len(kinds) != 1 or not kinds <= {torch.bfloat16, torch.float16} or any(size % _MULTIPLE for size in sizes):
         return None
-    fast = [
-        default if split is None else not split
-        for default, split in zip((True, False, False), stage.split_accumulator, strict=True)
-    ]
-    return casts, (fast[0], fast[1], fast[2]), grads
+    casts = (_cast(stage.x), _cast(stage.weight), _cast(stage.dy if stage.dy is not None else stage.x))
+    return casts, accumulators(stage), grads
 
 
-def _casts(stage: StageConfig) -> Optional[tuple[Cast, Cast, Cast]]:
-    """How x, the weight and dy are quantized; None if their products are not two of one format that a kernel takes."""
-    casts: list[Cast] = []
-    for quantizer in (stage.x, stage.weight, stage.dy if stage.dy is not None else stage.x):
-        if type(quantizer) is Float8CurrentScalingQuantizer:
-            block_dim = 0
-        elif type(quantizer) is Float8BlockQuantizer:
-            block_dim = quantizer.block_scaling_dim
-        else:
-            return None
-        casts.append((int(quantizer.fp8_dtype), block_dim, quantizer.amax_epsilon, quantizer.force_pow_2_scales))
-    blocks = [cast[1] for cast in casts]
-    e5m2 = [cast[0] for cast in casts].count(int(DType.kFloat8E5M2))
-    per_tensor = blocks == [0, 0, 0] and e5m2 <= 1  # no kernel multiplies two of them
-    in_blocks = blocks[0] == blocks[2] == 1 and blocks[1] > 0 and e5m2 == 0
-    return (casts[0], casts[1], casts[2]) if per_tensor or in_blocks else None
-
-
-def _is_usual(config: LayerConfig, stage: StageConfig) -> bool:
-    spec = config.spec
-    special = spec.save_original_input or spec.return_norm_output or config.recipe is None or config.delayed
-    if len(config.stages) != 1 or special or stage.spec.produce != IDENTITY or stage.spec.groups:
-        return False
-    wanted = ((True, stage.fprop), (stage.needs_dgrad, stage.dgrad), (stage.needs_wgrad, stage.wgrad))
-    return stage.spec.comm.is_local and all(quantized for needed, quantized in wanted if needed)
+def _cast(quantizer: Optional[Quantizer]) -> Cast:
+    assert isinstance(quantizer, Float8CurrentScalingQuantizer | Float8BlockQuantizer)
+    block_dim = quantizer.block_scaling_dim if isinstance(quantizer, Float8BlockQuantizer) else 0
+    return int(quantizer.fp8_dtype), block_dim, quantizer.amax_epsilon, quantizer.force_pow_2_scales
 
 
 # ------------------------------------------------------------------------------------------------- the layer

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from te_dist import gemm_direct, kernels, torch_compat
-from te_dist.formats import TORCH_FP8, DType, ceil_div, round_up
-from te_dist.pipeline.config import IDENTITY, LayerConfig, StageConfig
+from te_dist.formats import TORCH_FP8, ceil_div, round_up
+from te_dist.pipeline.config import LayerConfig, StageConfig
+from te_dist.pipeline.plain_linear import accumulators, block_dims, is_plain, native_rule
 from te_dist.producers import COLUMN_TILE_ROWS
 from te_dist.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
 from te_dist.recipe import DelayedScaling, Recipe
@@ -86,14 +87,22 @@ class LeanPlan:
         """
         stage, dtype, device = config.stages[0], inp.dtype, inp.device
         table = kernels.functions(device)
-        if recipe is None or not _is_usual(config, stage) or table is None or device.type != "cuda":
+        if recipe is None or not is_plain(config) or config.flags.keep_planes or table is None or device.type != "cuda":
+            return None
+        if not (stage.needs_dgrad and stage.needs_wgrad):
             return None
         if isinstance(recipe, DelayedScaling) and not -126 <= recipe.margin <= 127:
             return None  # the kernel's range
-        kind = _kind(stage, config.delayed)
+        dims = block_dims(stage)
         rows, cols = weight.shape
-        if kind is None or not gemm_direct._is_native(kind.rule, device) or rows % 16 or cols % 16:
+        if dims is None or not gemm_direct._is_native(native_rule(dims), device) or rows % 16 or cols % 16:
             return None
+        if dims[0]:
+            kernel, quantize, multiply = "quantize_block", _quantize_block, _multiply_blocks
+        elif config.delayed:
+            kernel, quantize, multiply = "cast_scaled", _cast, _multiply
+        else:
+            kernel, quantize, multiply = "quantize_current", _quantize_current, _multiply
         if dtype not in (torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != dtype):
             return None
         if stage.needs_bias_grad and dtype != torch.bfloat16:  # no kernel adds up its columns on the way
@@ -108,15 +117,12 @@ class LeanPlan:
             features=rows,
             depth=cols,
             operands=tuple(operands),  # type: ignore[arg-type]
-            fast=tuple(
-                default if split is None else not split
-                for default, split in zip((True, False, False), stage.split_accumulator, strict=True)
-            ),
+            fast=accumulators(stage),
             bias_grad=stage.needs_bias_grad,
             delayed=config.delayed,
-            quantize=kind.quantize,
-            multiply=kind.multiply,
-            kernel=table[kind.kernel],
+            quantize=quantize,
+            multiply=multiply,
+            kernel=table[kernel],
             reduce=table["reduce_partials"],
             advance=table["advance_scales"],
             stream=torch_compat.current_raw_stream,
@@ -124,40 +130,7 @@ class LeanPlan:
         )
 
 
-def _is_usual(config: LayerConfig, stage: StageConfig) -> bool:
-    spec = config.spec
-    special = spec.save_original_input or spec.return_norm_output or config.recipe is None or config.flags.keep_planes
-    if len(config.stages) != 1 or special or stage.spec.produce != IDENTITY or stage.spec.groups:
-        return False
-    all_quantized = stage.fprop and stage.dgrad and stage.wgrad
-    return stage.spec.comm.is_local and all_quantized and stage.needs_dgrad and stage.needs_wgrad
-
-
 # ------------------------------------------------------------------------------------------------- formats
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    rule: str  # of te_dist.capability
-    kernel: str
-    quantize: Callable[..., Planes]
-    multiply: Callable[..., Tensor]
-
-
-def _kind(stage: StageConfig, delayed: bool) -> _Kind | None:
-    quantizers = (stage.x, stage.weight, stage.dy)
-    types = [getattr(q, "fp8_dtype", None) for q in quantizers]
-    e5m2 = DType.kFloat8E5M2
-    if all(type(q) is Float8CurrentScalingQuantizer for q in quantizers):
-        if types[2] == e5m2 and e5m2 in types[:2]:
-            return None
-        if delayed:
-            return _Kind("Float8CurrentScaling", "cast_scaled", _cast, _multiply)
-        return _Kind("Float8CurrentScaling", "quantize_current", _quantize_current, _multiply)
-    blocks = [q.block_scaling_dim for q in quantizers if type(q) is Float8BlockQuantizer]
-    if len(blocks) == 3 and blocks[0] == blocks[2] == 1 and e5m2 not in types:
-        return _Kind("Float8BlockScaling", "quantize_block", _quantize_block, _multiply_blocks)
-    return None
-
-
 def _operand(stage: StageConfig, name: str) -> Operand:
     quantizer: Quantizer | None = {"input": stage.x, "weight": stage.weight, "grad_output": stage.dy}[name]
     assert isinstance(quantizer, Float8CurrentScalingQuantizer | Float8BlockQuantizer)
