@@ -141,7 +141,7 @@ class Recipe(Value):
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
         fields = (f for f in dataclasses.fields(self) if f.repr and getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
+        return f"{type(self).__name__}({', '.join(f'{f.name}={_shown(getattr(self, f.name))}' for f in fields)})"
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """The quantizer of a tensor. Pure: equal recipes and roles give equal quantizers."""
@@ -184,6 +184,11 @@ class Recipe(Value):
             if field in values:
                 values[field] = nested(**values[field])
         return cls(**values)
+
+
+def _shown(value: Any) -> str:
+    """A function by its name: its repr holds an address, which differs between the ranks of one job."""
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _plain(value: Any) -> Any:

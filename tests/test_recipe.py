@@ -173,3 +173,13 @@ def test_wrong_arguments() -> None:
         autocast(recipe="fp8")
     with pytest.raises(TypeError, match="RecipeState"):
         DelayedScaling().quantizer(ROLES[0])
+
+
+def test_a_custom_recipe_names_its_function() -> None:
+    """Not its address: logs and configurations of two ranks compare equal."""
+
+    def every_tensor_current(role: QuantizerRole) -> Quantizer:
+        return Float8CurrentScalingQuantizer()
+
+    shown = repr(CustomRecipe(qfactory=every_tensor_current))
+    assert "every_tensor_current" in shown and "0x" not in shown
