@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import te_dist
+from te_dist.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from te_dist.recipe import (
     CustomRecipe,
     DelayedScaling,
