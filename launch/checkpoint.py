@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from te_dist.launch.runtime import World
-from te_dist.modules.base import DELAYED_BUFFERS
+from te_dist.modules.delayed import DELAYED_BUFFERS
 
 MARKER = "checkpoint.json"
 PREFIX, PARTIAL = "step-", ".partial-"

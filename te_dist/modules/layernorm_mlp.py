@@ -9,7 +9,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
-from te_dist.modules.base import QuantizedLayer, Recomputed
+from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.delayed import Recomputed
 from te_dist.modules.linear import InitMethod
 from te_dist.modules.parameters import (
     check_normalization,

@@ -16,7 +16,9 @@ from torch import Tensor
 from te_dist import delayed_scaling, kernels
 from te_dist.dynamo.layer import backward_op, forward_op
 from te_dist.formats import INPUT_DTYPES
-from te_dist.modules.base import CompiledCall, QuantizedLayer, Recomputed, _trains_with_seeds, by_host_or_device
+from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.compiled_call import CompiledCall, by_host_or_device, is_checkpointed, trains_with_seeds
+from te_dist.modules.delayed import Recomputed
 from te_dist.modules.scopes import scope
 from te_dist.pipeline.config import IDENTITY, LayerSpec
 from te_dist.pipeline.forward import layer_forward
@@ -76,10 +78,11 @@ class Lowered(QuantizedLayer):
         on = torch.is_grad_enabled()
         grads = [input_grad] + [on and p is not None and p.requires_grad for p in params]
         if torch.compiler.is_compiling():
+            caching = caching and not is_checkpointed()
             call: Any = self._begin_compiled(recipe, params, grads, caching, update, None, isinstance(splits, Tensor))
             call.any_grad = any(grads)
             call.seeded = call.draws_seeds or (
-                not any(grads) and self.training and _trains_with_seeds(self.spec, recipe)
+                not any(grads) and self.training and trains_with_seeds(call.spec, recipe)
             )
         else:
             call = self._begin_eager(recipe, params, tuple(grads), caching, update, isinstance(splits, Tensor))
@@ -132,7 +135,7 @@ class Lowered(QuantizedLayer):
         weight = params[config.stages[0].weight_slot]
         # Drawn here and not in begin(): in the order in which the operations run, as compiled code does.
         if config.draws_seed or (
-            not config.flags.any_grad and self.training and _trains_with_seeds(self.spec, config.recipe)
+            not config.flags.any_grad and self.training and trains_with_seeds(self.spec, config.recipe)
         ):
             assert weight is not None
             call.seeds = draw_seeds(self.spec, weight)
@@ -149,7 +152,7 @@ class Lowered(QuantizedLayer):
         sizes, offsets = by_host_or_device(splits)
         op = forward_op(self._is_parallel, call.seeded)
         made = op(
-            x, params, call.weights, call.scales, sizes or [], offsets, self.spec, call.recipe, call.flags, x.dtype
+            x, params, call.weights, call.scales, sizes or [], offsets, call.spec, call.recipe, call.flags, x.dtype
         )
         seeds = made[-1] if call.seeded else None
         saved = made[1:-1] if call.seeded else made[1:]
@@ -194,7 +197,7 @@ class Lowered(QuantizedLayer):
         x_dtype: torch.dtype,
         splits: Splits,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        flags, spec = call.flags, self.spec
+        flags, spec = call.flags, call.spec
         x, seeds, scales, offsets = tensors[:4]
         at = 4 + len(call.histories)
         histories = tensors[4:at]
