@@ -8,10 +8,10 @@ import sys
 from te_dist.launch import compare, demo, doctor, formats, train
 
 COMMANDS = {
-    "train": (train.main, "train a language model, alone or under torchrun"),
+    "train": (train.main, "train a language model, alone or on many ranks"),
     "compare": (compare.main, "curves and a table of several runs"),
     "doctor": (doctor.main, "versions, devices, and what runs natively here"),
-    "demo": (demo.main, "a small Llama on four ranks, in bf16 and in three recipes"),
+    "demo": (demo.main, "a small Llama in every recipe, alone and on four ranks"),
     "formats": (formats.main, "quantize a transformer-like weight and activation in every format"),
 }
 

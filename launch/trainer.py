@@ -176,7 +176,7 @@ class Trainer:
         try:
             with StopRequest() as request:
                 for step in range(first, config.steps + 1):
-                    with profiler.step(step), count_bytes(step == config.comm_step, step, log):
+                    with profiler.step(step), count_bytes(step == config.comm_step, step, log, self.run_dir):
                         loss, norm, lr = self._step(step)
                     clock.count(self._tokens_per_step())
                     self.done = Progress(step, self.done.tokens + self._tokens_per_step())
