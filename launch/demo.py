@@ -158,7 +158,8 @@ def show(out: Path, steps: int, device: str) -> int:
     if wire.exists():  # not of a single step: the second is counted
         print(f"\nwhat rank 0 put on the wire with {RESUMED}, {wire.read_text()}")
     where = [folder for _, _, folder in runs]
-    page = write_report(where, out / "report.html", f"te_dist demo: one process, and {RANKS} ranks with TP x FSDP2 and SP")
+    title = f"te_dist demo: one process, and {RANKS} ranks with TP x FSDP2 and SP"
+    page = write_report(where, out / "report.html", title)
     print(f"\n{as_table(read_runs(where))}\n")
     print(f"{time.perf_counter() - begun:.0f} s")
     picture = page.with_suffix(".png")

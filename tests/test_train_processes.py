@@ -51,7 +51,8 @@ def test_ctrl_c_with_ranks_of_its_own_saves_and_says_only_that(tmp_path: Path) -
     code, out, errors = finish(process)
     assert code == 128 + signal.SIGINT and errors == "", (out, errors)
     (step,) = whole_checkpoints(tmp_path)
-    assert out.strip().splitlines()[-1].startswith(f"te-dist train: stopped by Ctrl-C after step {step}, which is saved")
+    last = out.strip().splitlines()[-1]
+    assert last.startswith(f"te-dist train: stopped by Ctrl-C after step {step}, which is saved in {tmp_path}")
 
 
 def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path: Path) -> None:
