@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import te_dist
+from te_dist import torch_compat
 from te_dist.launch import layout as layouts
 from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.llama import Llama
@@ -106,12 +108,26 @@ def build_model(config: TrainConfig, vocab_size: int, layout: layouts.Layout, de
     conversion = quantize(model, config)
     layouts.apply_tensor_parallel(model, layout, config)
     if config.compile:
-        for block in blocks:
-            block.compile(fullgraph=True)
+        compile_blocks(blocks)
     layouts.shard_model(model, blocks, layout, config)
     if isinstance(model, Llama) and next(model.parameters()).is_meta:
         _materialize(model, config.seed, device)
     return BuiltModel(model, conversion, parameters, flops)
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """torch.compile every block; blocks that are alike share one graph, however many there are.
+
+    What a layer is, its spec, is a constant of a graph that only the same object matches. So equal specs become one
+    object, under a name that fits every block: "layers.*.layernorm_mlp".
+    """
+    shared: dict[Any, Any] = {}
+    for layer in (layer for block in blocks for layer in block.modules() if isinstance(layer, QuantizedLayer)):
+        spec = dataclasses.replace(layer.spec, name=re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.spec.name))
+        layer.spec = shared.setdefault(spec, spec)
+    torch_compat.allow_graphs(4 * len(blocks))  # where recipes differ; in training and evaluation
+    for block in blocks:
+        block.compile(fullgraph=True)
 
 
 def _wants_meta(config: TrainConfig, size: ModelSize, layout: layouts.Layout) -> bool:

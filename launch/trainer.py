@@ -232,7 +232,7 @@ class Trainer:
             for index, tokens in enumerate(microbatches):
                 if self.layout.is_sharded:
                     self.model.set_requires_gradient_sync(index == len(microbatches) - 1)  # type: ignore[operator]
-                tokens = tokens.to(self.world.device, non_blocking=True)
+                tokens = self._on_device(tokens)
                 loss = self.model(tokens[:, :-1], tokens[:, 1:]) / len(microbatches)
                 loss.backward()
                 total += loss.detach()
@@ -241,6 +241,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm, lr
+
+    def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.world.device.type == "cuda":
+            tokens = tokens.pin_memory()  # a copy from other memory waits for the device
+        return tokens.to(self.world.device, non_blocking=True)
 
     def _tokens_per_step(self) -> int:
         config = self.config
@@ -287,7 +292,7 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), device=self.world.device)
         for tokens in self.batches.evaluation(self.config.eval_batches):
-            tokens = tokens.to(self.world.device)
+            tokens = self._on_device(tokens)
             total += self.model(tokens[:, :-1], tokens[:, 1:])
         self.model.train()
         self.eval_loss = self.world.mean(total / self.config.eval_batches)
@@ -331,6 +336,7 @@ class Trainer:
             "start",
             te_dist=te_dist.__version__,
             torch=torch.__version__,
+            cuda=torch.version.cuda,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             ranks=self.world.size,
             layout=str(self.layout),
