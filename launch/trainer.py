@@ -30,6 +30,7 @@ from te_dist.launch.optimization import (
 )
 from te_dist.launch.profiling import StepProfiler
 from te_dist.launch.progress import Lines, progress_for, short, size_text
+from te_dist.launch.recipes import unmatched
 from te_dist.launch.runtime import World
 from te_dist.launch.stopping import StopRequest, name_of
 from te_dist.launch.tokenizers import padded_vocab, tokenizer_from
@@ -85,6 +86,7 @@ class Trainer:
         train, held_out = load_data(config, tokenizer, self.run_dir / "data", self.world)
         needed = padded_vocab(tokenizer.vocab_size)
         self.built = build_model(config, needed, self.layout, self.world.device)
+        self.warnings += unmatched(config.recipe, [layer.name for layer in self.built.conversion.layers])
         vocabulary = self._vocabulary(needed)
         for data in filter(None, (train, held_out)):
             self.world.attempt(functools.partial(check_vocabulary, data, vocabulary))
@@ -352,7 +354,7 @@ class Trainer:
             f"te_dist {te_dist.__version__} on torch {torch.__version__}, {self.world.device.type}, {self.layout}",
             f"model     {config.model_name}, {short(self.built.parameters)} parameters, "
             f"{quantized} of {len(self.built.conversion.layers)} linear layers quantized",
-            f"data      {self.batches.train.name}, {short(len(self.batches.train.tokens))} tokens; "
+            f"data      {config.data}, {short(len(self.batches.train.tokens))} tokens; "
             f"{short(self._tokens_per_step())} a step, {config.steps} steps",
             f"run_dir   {self.run_dir}",
             f"config\n{config.resolved()}",

@@ -246,11 +246,27 @@ def test_a_checkpoint_moves_between_recipes(tmp_path: Path) -> None:
         ({"vocab_size": 100}, "vocab_size expects at least the tokenizer's 320 but got 100"),
         ({"seq_len": 1 << 20}, "too few for sequences"),
         ({"overlap": "auto"}, "overlap 'auto' expects tp"),
+        ({"recipe": "nvfp4", "ffn": 31}, "layernorm_mlp': NVFP4 packs two .* in_features to be even but it is 31"),
+        ({"profile": "9:11"}, "profile expects steps of this run, which has 6, but got '9:11'"),
+        ({"resume": "yes"}, "resume expects auto, no or the folder of a checkpoint but got 'yes'"),
     ],
 )
 def test_what_cannot_train_is_refused_before_it_starts(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         Trainer(config_of(tmp_path, **options))
+
+
+def test_a_pattern_that_no_layer_matches_is_said(tmp_path: Path) -> None:
+    recipe = {"*.projj": "mxfp8", "layers.0.*": "nvfp4", "*": "fp8_current"}
+    said = "no layer matches the recipe's pattern '*.projj'; there is 'layers.0.self_attention.proj'"
+    trainer = Trainer(config_of(tmp_path, recipe=recipe))
+    assert trainer.warnings == [said] and f"warning: {said}" in trainer.describe()
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"file is no checkpoint of te-dist train"):
+        Trainer(config_of(tmp_path / "run", resume=str(tmp_path / "file")))
 
 
 def test_a_run_dir_that_cannot_be_written(tmp_path: Path) -> None:
