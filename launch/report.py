@@ -230,7 +230,7 @@ def _config(run: Run) -> str:
 
 def write_report(folders: Sequence[str | Path], path: Path | None = None, title: str | None = None) -> Path:
     """report.html (and report.png, if matplotlib is there) in the first run's folder, or at `path`."""
-    runs = read_runs(list(folders))
+    runs = read_runs(folders)
     path = path or runs[0].folder / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report_html(runs, title))
