@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, look_at
 
 from te_dist import kernels
 from te_dist.launch import cli, demo, doctor, formats
@@ -164,6 +165,8 @@ def test_demo_trains_every_recipe_alone_and_four_ranks(tmp_path: Path) -> None:
     wires = [runs["4-ranks", recipe].wire_bytes for recipe in ("nvfp4", "fp8_current", "bf16")]
     assert wires == sorted(wires) and len(set(wires)) == 3
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    if CHROMIUM is not None:
+        assert "1-rank/bf16  " in look_at(tmp_path / "report.html", tmp_path)["tip"]
     lines = done.stdout.strip().splitlines()
     assert lines[-1] == f"report: {tmp_path / 'report.html'}"
     assert "is resumed from the checkpoint of step 6" in done.stdout
