@@ -147,6 +147,7 @@ def show(out: Path, steps: int, device: str) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"te_dist {te_dist.__version__} on torch {torch.__version__}: a 2-layer Llama, {steps} steps in each recipe")
     print(f"\none process on {device}", flush=True)
+    torch.set_num_threads(1)  # tensors as small as these gain nothing from more
     for stage, recipe, folder in runs:
         if stage == "1-rank" and (stopped_by := train(recipe, folder, steps, device, None)):
             return 128 + stopped_by

@@ -30,7 +30,7 @@ from te_dist.launch.optimization import (
 )
 from te_dist.launch.profiling import StepProfiler
 from te_dist.launch.progress import Lines, progress_for, short, size_text
-from te_dist.launch.recipes import unmatched
+from te_dist.launch.recipes import short_label, unmatched
 from te_dist.launch.runtime import World
 from te_dist.launch.stopping import StopRequest, name_of
 from te_dist.launch.tokenizers import padded_vocab, tokenizer_from
@@ -169,7 +169,7 @@ class Trainer:
         log = MetricsLog(self.run_dir, self.world.is_first, config.tensorboard)
         self._write_start(log)
         monitor = te_dist.monitor(self.model, every=config.monitor_every) if config.monitor_every else None
-        view = progress_for(config.progress, config.steps, first, self.world.is_first)
+        view = progress_for(config.progress, config.steps, first, self.world.is_first, short_label(config.recipe))
         profiler = StepProfiler(config.profile_steps, self.run_dir, self.world)
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
