@@ -140,8 +140,8 @@ def read_marker(path: Path) -> Found:
         marker = json.loads((path / MARKER).read_text())
         files = {name: (int(size), int(crc)) for name, (size, crc) in marker["files"].items()}
         return Found(path, Progress(marker["step"], marker["tokens"]), marker["config"], files)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint of te-dist train: it has no {MARKER}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is no checkpoint of te-dist train: it is no folder with a {MARKER}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MARKER} is damaged: {error}") from None
 

@@ -207,3 +207,12 @@ def traces_checkpoint() -> bool:
     except (ImportError, AttributeError):
         return True
     return False
+
+
+def allow_graphs(count: int) -> None:
+    """Let torch.compile keep at least `count` graphs of one function; with fullgraph=True one too many is an error."""
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * count)
