@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from typing import Any
 
 import torch
@@ -128,15 +127,7 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:
-    """torch.compile every block; blocks that are alike share one graph, however many there are.
-
-    What a layer is, its spec, is a constant of a graph that only the same object matches. So equal specs become one
-    object, under a name that fits every block: "layers.*.layernorm_mlp".
-    """
-    shared: dict[Any, Any] = {}
-    for layer in (layer for block in blocks for layer in block.modules() if isinstance(layer, QuantizedLayer)):
-        spec = dataclasses.replace(layer.spec, name=re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.spec.name))
-        layer.spec = shared.setdefault(spec, spec)
+    """torch.compile every block; blocks that are alike share one graph, however many there are."""
     torch_compat.allow_graphs(4 * len(blocks))  # where recipes differ; in training and evaluation
     for block in blocks:
         block.compile(fullgraph=True)

@@ -106,13 +106,6 @@ def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def allow_graphs(count: int) -> None:
-    """Let Dynamo compile one function this often, where each of a model's blocks needs a graph of its own."""
-    config: Any = torch._dynamo.config
-    if config.recompile_limit < count:
-        config.recompile_limit = count
-
-
 # ------------------------------------------------------------------------------------------------- cuda
 def current_raw_stream(device_index: int) -> int:
     """The current CUDA stream's handle, without building a Stream object."""
