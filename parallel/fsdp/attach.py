@@ -26,7 +26,7 @@ from te_dist.parallel.fsdp.torch_fsdp import (
     groups_of,
     reshards_to_other_mesh,
 )
-from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedLayer, ShardedWeight
+from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedLayer, ShardedWeight, UniformGradientFSDPParam
 from te_dist.recipe import Recipe, recipe_in_force
 
 MODES = ("auto", "on", "off")
@@ -108,6 +108,7 @@ def attach(state: FSDPState, names: dict[nn.Module, str], mode: str, caller: str
         for layer, params in members.items():
             refused += _attach_layer(layer, params, group, names.get(layer, ""))
         _check_decisions(group, refused, mode, caller)
+        _make_gradients_uniform(group)
     if type(state) is FSDPState:
         state.__class__ = QuantizedFSDPState
     state.__dict__.pop(_LAYERS, None)
@@ -147,6 +148,17 @@ def _attach_layer(
         param.te_dist_weight = weight
         param._extensions_data = ExtensionsData()
     return []
+
+
+def _make_gradients_uniform(group: FSDPParamGroup) -> None:
+    weights = [param.te_dist_weight for param in group.fsdp_params if isinstance(param, QuantizedFSDPParam)]
+    if not weights:
+        return
+    for param in group.fsdp_params:
+        if type(param) is FSDPParam:
+            param.__class__ = UniformGradientFSDPParam
+        if isinstance(param, UniformGradientFSDPParam):
+            param.te_dist_weights = weights
 
 
 def _obstacle(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer) -> str:

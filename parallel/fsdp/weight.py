@@ -45,9 +45,22 @@ from te_dist.torch_compat import in_backward, refilling
 _ALIGNMENT = 256  # of the parts where several share one tensor
 
 
-class QuantizedFSDPParam(FSDPParam):
-    """Made by assigning ``__class__``. The property is read at each gather, so what ``to_empty()``, ``.to()`` and
-    ``load_state_dict(assign=True)`` put in the parameter's place is gathered quantized too."""
+class UniformGradientFSDPParam(FSDPParam):
+    """Made by assigning ``__class__``, of every parameter that shares a group with quantized weights. FSDP2 reduces a
+    group's gradients as one vector: where those of weights come in float32, the others have to."""
+
+    te_dist_weights: list[ShardedWeight]  # of the group
+
+    def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
+        inner: Tensor = super()._get_grad_inner_tensor(grad)
+        if inner.dtype != torch.float32 and any(weight.widens_gradients for weight in self.te_dist_weights):
+            return inner.float()
+        return inner
+
+
+class QuantizedFSDPParam(UniformGradientFSDPParam):
+    """The property is read at each gather, so what ``to_empty()``, ``.to()`` and ``load_state_dict(assign=True)`` put
+    in the parameter's place is gathered quantized too."""
 
     te_dist_weight: ShardedWeight
 
@@ -169,7 +182,7 @@ class ShardedWeight:
                 return None
             return outputs[0].view(-1)[: self.shape.numel()].view(self.shape), ()
         if variant.storage is None:
-            variant.storage = self._quantized_storage(variant, dtype)
+            variant.storage = self._quantized_storage(variant, self._gradient_dtype(dtype))
         if how == QUANTIZED:
             inner = self._decode(variant, meta["planes"], meta["common"], outputs)
         else:
@@ -181,6 +194,16 @@ class ShardedWeight:
         if out is not None:
             return None
         return GatheredWeight(variant.storage, self.gathering), inner
+
+    def _gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the unsharded weight, which is only a name: nothing of it is in high precision. With a reduce_dtype
+        of float32 gradients leave their product like that, and are not rounded before they are summed."""
+        return torch.float32 if self.param.reduce_dtype == torch.float32 else dtype
+
+    @property
+    def widens_gradients(self) -> bool:
+        quantized = self._current is not None and self._current.decision.how != PLAIN
+        return quantized and self.param.reduce_dtype == torch.float32 and self.param.sharded_param.requires_grad
 
     # ---------------------------------------------------------------------------------------- sending
     def local(self) -> Tensor:
@@ -245,11 +268,10 @@ class ShardedWeight:
             self._variants[decision] = variant
         if current is not None and current.param is not None:
             gradient, current.param.grad = current.param.grad, None
-            if variant.param is not None:
-                variant.param.grad = gradient
-            elif gradient is not None:
+            if gradient is not None:
                 # Accumulated without synchronisation, and kept where FSDP2 looks for it.
-                param.unsharded_accumulated_grad = gradient
+                dtype = param.reduce_dtype or gradient.dtype
+                param.unsharded_accumulated_grad = gradient.to(dtype)
             del param._unsharded_param
         if variant.param is not None:
             param._unsharded_param = variant.param
