@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ RECIPES: dict[str, Recipe | None] = {
 MAIN = ("current", "delayed", "block", "mxfp8", "nvfp4")  # one for each recipe class
 ONE_PLANE = ("current", "current_pow2", "delayed", "block", "mxfp8_2d", "nvfp4")
 COMMON_BUFFERS = ("_scale_inv", "_amax_rowwise", "_amax_columnwise")
+# Every combination of what each test otherwise takes a cross section of.
+FULL_MATRIX = os.environ.get("TE_DIST_FULL_MATRIX") == "1"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

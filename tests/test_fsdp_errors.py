@@ -39,8 +39,8 @@ def check_errors(rank: int, world: int) -> None:
 
     # An unsupported layout under "on": structure, recipe, placement, sharding.
     on = {"mesh": mesh, "quantized_all_gather": "on"}
-    split = nn.Sequential(linear("current", parameters_split=("q", "k")))
-    raises(lambda: fully_shard(split, **on), "'0'", "parameters_split")
+    split = nn.Sequential(linear("block", parameters_split=("q", "k")))
+    raises(lambda: fully_shard(split, **on), "'0.q_weight'", "joins several parameters, at row 32", "block of 128 rows")
     grouped = te_dist.GroupedLinear(2, 32, 64, single_grouped_weight=True, recipe=RECIPES["mxfp8"])
     raises(lambda: fully_shard(nn.Sequential(grouped), **on), "'0'", "single_grouped_weight")
     high = te_dist.recipe.Float8CurrentScaling(backward_override="high_precision")
@@ -109,8 +109,10 @@ def check_auto(rank: int, world: int, device: str) -> None:
         return te_dist.GroupedLinear(2, cols, 64, recipe=RECIPES["mxfp8"], device=device, **options)
 
     layers: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-        "split": (
-            lambda: linear("mxfp8", cols=cols, parameters_split=("q", "k"), device=device), "high precision", "parts",
+        "split": (lambda: linear("mxfp8", cols=cols, parameters_split=("q", "k"), device=device), "quantized", ""),
+        "split in a block": (
+            lambda: linear("mxfp8", 48, cols, parameters_split=("q", "k", "v"), device=device),
+            "high precision", "joins several parameters",
         ),
         "high": (lambda: te_dist.Linear(cols, 64, recipe=high, device=device), "high precision", "dgrad"),
         "dequantized": (lambda: te_dist.Linear(cols, 64, recipe=dequantized, device=device), "quantized", ""),

@@ -17,12 +17,14 @@ from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import te_dist
 from te_dist.parallel import all_gather_report, comm_report, fully_shard, parallelize
 from te_dist.tensors.quantized_tensor import wrap
 
 Pools = Callable[[int], RankPool]
+FULL_MATRIX = cases.FULL_MATRIX
 STEPS = 20
 # A sum of a few float32 numbers in another order, amplified by 20 steps: quantized bytes flip where a value lies on the
 # border of two codes, which for one weight in a thousand moves it by a sixteenth (E4M3) or a fourth (E2M1).
@@ -153,8 +155,8 @@ def test_mixed_precision_policy(rank_pools: Pools, device: str) -> None:
     rank_pools(2).run(check_mixed_precision, device, timeout=240)
 
 
-# Zeros and ones, which every format holds, so that all rounding is that of the gradient's dtype. Their sums are near 500:
-# 8 bits leave an error of one or two, 24 bits leave none, but for scales that are no powers of two (144 dB).
+# Zeros and ones, which every format holds, so that all rounding is that of the gradient's dtype. Their sums are near
+# 500: 8 bits leave an error of one or two, 24 bits leave none, but for scales that are no powers of two (144 dB).
 UNROUNDED, ROUNDED_TO_BF16 = 130.0, 60.0
 
 
@@ -198,6 +200,15 @@ def check_gradient_precision(rank: int, world: int, device: str) -> None:
             fits = found > UNROUNDED if policy is cases.BF16 else found < ROUNDED_TO_BF16
             assert fits, (name, policy, backend, found)
             assert torch.isfinite(full(model.bias.grad)).all()
+        # Beside tensor parallelism too, where an unsharded weight is a DTensor.
+        grid = mesh_of(device, 1, world, names=("dp", "tp"))
+        part = te_dist.Linear(32, 64 * world, recipe=recipe, device=device)
+        parallelize(part, grid["tp"], {"": "column"})
+        fully_shard(part, mesh=grid["dp"], mp_policy=cases.BF16)
+        x, dy = zeros_and_ones(rows, 32, seed=1), zeros_and_ones(rows, 64 * world, seed=2)
+        y = part(x.to(device, torch.bfloat16).requires_grad_())
+        y.backward(dy.chunk(world, 1)[rank].to(y))
+        assert sqnr(dy.double().t() @ x.double(), full(part.weight.grad).cpu()) > UNROUNDED, name
 
 
 def test_weight_gradients_leave_their_product_in_float32(rank_pools: Pools, device: str) -> None:
@@ -298,6 +309,9 @@ def layers(recipe: Any, device: str) -> dict[str, Callable[[], nn.Module]]:
         "layernorm_mlp": lambda: te_dist.LayerNormMLP(64, 96, activation="swiglu", **options),
         "grouped": lambda: te_dist.GroupedLinear(3, 64, 96, **options),
         "transformer": lambda: te_dist.TransformerLayer(64, 96, 4, **options),
+        "split": lambda: te_dist.Linear(64, 224, parameters_split={"q": 128, "k": 64, "v": 32}, **options),
+        "split_norm": lambda: te_dist.LayerNormLinear(64, 384, parameters_split=("q", "k", "v"), **options),
+        "split_gate": lambda: te_dist.LayerNormMLP(64, 128, activation="swiglu", split_gate=True, **options),
         "tied": lambda: Tied(options),
     }
 
@@ -312,9 +326,87 @@ class Tied(nn.Module):
         return self.two(torch.relu(self.one(x)))
 
 
-def check_layers(rank: int, world: int, device: str) -> None:
+class Attention(nn.Module):
+    """What a transformer block joins: q, k and v in front, gate and up behind."""
+
+    def __init__(self, recipe: Any, device: str, remat: bool = False, width: int = 64, rows: int = 128) -> None:
+        super().__init__()
+        options = {"recipe": recipe, "device": device}
+        self.qkv = te_dist.LayerNormLinear(width, 3 * rows, parameters_split=("q", "k", "v"), **options)
+        self.proj = te_dist.Linear(3 * rows, width, **options)
+        self.mlp = te_dist.LayerNormMLP(width, rows, activation="swiglu", split_gate=True, **options)
+        self.remat = remat
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.proj(self.qkv(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.remat else self.inner(x)
+
+
+COMPILED = {("current", "compiled"), ("mxfp8", "compiled, checkpointing")}
+
+
+def check_joined(rank: int, world: int, device: str, recipes: tuple[str, ...]) -> None:
+    """Weights joined from several parameters: gathered as bytes, the same in every way of running, nothing left."""
     mesh = mesh_of(device, world)
-    for recipe_name in ("current", "delayed", "mxfp8", "nvfp4"):
+    data = batches(2, world, device, width=64, rows=16)
+    ways: dict[str, dict[str, Any]] = {
+        "eager": {}, "no reshard": {"reshard_after_forward": False}, "checkpointing": {"remat": True},
+        "compiled": {"backend": "aot_eager"}, "compiled, checkpointing": {"backend": "aot_eager", "remat": True},
+    }  # fmt: skip
+    for recipe in recipes:
+        def made(remat: bool = False, recipe: str = recipe) -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(*[Attention(RECIPES[recipe], device, remat) for _ in range(2)])
+
+        reference = made()
+        train(reference, data, None)
+        for way, chosen in ways.items():
+            if "compiled" in way and not FULL_MATRIX and (recipe, way) not in COMPILED:
+                continue
+            torch._dynamo.reset()
+            options = dict(chosen)
+            model = made(options.pop("remat", False))
+            backend = options.pop("backend", None)
+            for block in model:
+                if backend is not None:
+                    block.compile(fullgraph=True, backend=backend)
+                fully_shard(block, mesh=mesh, quantized_all_gather="on", **options)
+            fully_shard(model, mesh=mesh, **options)
+            with comm_report() as report:
+                train(model, data, rank)
+            gathers = report.select(kind="all_gather")
+            assert gathers and {c.dtype for c in gathers} == {"uint8"}, (recipe, way)
+            assert len(report.select(kind="all_reduce", payload="amax")) <= len(data), (recipe, way)
+            if recipe != "delayed":  # one process sees other histories
+                assert_same(reference, model, what=f"{recipe}, {way}")
+            # The bytes of q, k and v are those of the whole, held once, and gone after reshard.
+            model[0].unshard()
+            layer = model[0].qkv
+            parts = [layer.q_weight, layer.k_weight, layer.v_weight]
+            storage = parts[0].quantized_storage
+            assert all(p.quantized_storage is storage and p.shape == (128, 64) for p in parts)
+            if recipe != "delayed":
+                whole = torch.cat([full(p) for p in (reference[0].qkv.q_weight, reference[0].qkv.k_weight,
+                                                     reference[0].qkv.v_weight)])  # fmt: skip
+                cases.assert_storage_equals(storage, cases.whole_weight(storage, whole), f"{recipe}, {way}")
+                values = storage.dequantize()
+                assert torch.equal(torch.cat([p.dequantize() for p in parts]), values)
+            for param in model[0]._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                if param._module_info.param_name in ("q_weight", "k_weight", "v_weight"):
+                    assert not any(cases.has_memory(t) for t in param.all_gather_outputs), "held twice"
+            model[0].reshard()
+            assert not any(cases.has_memory(t) for t in cases.plane_buffers(storage)), "not freed"
+
+
+def test_joined_weights(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_joined, device, MAIN, timeout=240)
+
+
+def check_layers(rank: int, world: int, device: str, recipes: tuple[str, ...]) -> None:
+    mesh = mesh_of(device, world)
+    for recipe_name in recipes:
         for name in layers(None, device):
             models = []
             for _ in range(2):
@@ -322,8 +414,13 @@ def check_layers(rank: int, world: int, device: str) -> None:
                 models.append(nn.ModuleList([layers(RECIPES[recipe_name], device)[name]()]))
             fully_shard(models[1][0], mesh=mesh)
             report = all_gather_report(models[1])
-            split = {n for n in report.others if "layernorm_qkv" in n}  # q, k and v are joined by the layer
-            assert report.quantized and set(report.others) == split, (name, str(report))
+            if name == "transformer" and "block" in recipe_name:  # q, k and v have 64 rows, blocks have 128
+                joined = [f"0.self_attention.layernorm_qkv.{n}_weight" for n in ("query", "key", "value")]
+                assert list(report.others) == joined
+            elif name == "split" and "block" in recipe_name:
+                assert all("at row 192" in reason for reason in report.others.values())
+            else:
+                assert report.quantized and not report.others, (name, str(report))
             arguments = ([10, 0, 22],) if name == "grouped" else ()
             shape = (8, 4, 64) if name == "transformer" else (32, 64)
             for step in range(2):
@@ -340,7 +437,7 @@ def check_layers(rank: int, world: int, device: str) -> None:
 
 
 def test_every_layer(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_layers, device, timeout=240)
+    rank_pools(2).run(check_layers, device, tuple(RECIPES), timeout=240)
 
 
 # ------------------------------------------------------------------------------------------------- meshes
@@ -452,6 +549,34 @@ def check_2d(rank: int, world: int, device: str) -> None:
         if recipe not in ("delayed", "nvfp4"):  # whose random bits are each rank's own
             train(reference, data, None)
             assert_same(reference, model, 10 * REORDERED, f"{recipe} against one process")
+
+
+def check_joined_2d(rank: int, world: int, device: str) -> None:
+    """q, k, v and a gated fc1 beside tensor parallelism: bytes, and what they train to, as with torch's own gather."""
+    mesh = mesh_of(device, 2, 2, names=("dp_shard", "tp"))
+    dp, tp = mesh["dp_shard"], mesh["tp"]
+    data = batches(2, 2, device, width=64)
+    plan = {"*.qkv": "column", "*.proj": "row", "*.mlp": "column"}
+    for recipe in MAIN:
+        results = []
+        for mode in ("off", "auto"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[Attention(RECIPES[recipe], device, width=64, rows=256) for _ in range(2)])
+            parallelize(model, tp, plan)
+            for block in model:
+                fully_shard(block, mesh=dp, quantized_all_gather=mode)
+            fully_shard(model, mesh=dp)
+            if mode == "auto":
+                assert not all_gather_report(model).others, (recipe, str(all_gather_report(model)))
+            results.append((train_2d(model, data, dp.get_local_rank(), tp.get_local_rank(), False), model))
+        if recipe == "delayed":  # whose histories torch's gather leaves to each rank
+            continue
+        assert results[0][0] == results[1][0], recipe
+        assert_same(results[0][1], results[1][1], what=recipe)
+
+
+def test_joined_weights_beside_tensor_parallelism(rank_pools: Pools, device: str) -> None:
+    rank_pools(4).run(check_joined_2d, device, timeout=240)
 
 
 def test_two_dimensional_mesh(rank_pools: Pools, device: str) -> None:

@@ -6,19 +6,21 @@ optimizers do not count versions), and the user may step twice, or not at all, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from te_dist import kernels
 from te_dist.groups import all_reduce_amax
 from te_dist.parallel.fsdp.torch_fsdp import TrainingState, data_parallel_groups, model_parallel_groups
 from te_dist.recipe import DelayedScaling, recipe_in_force
 
 if TYPE_CHECKING:
     from te_dist.parallel.fsdp.codec import WeightCodec
-    from te_dist.parallel.fsdp.weight import ShardedLayer, ShardedWeight
+    from te_dist.parallel.fsdp.layer import ShardedLayer
+    from te_dist.parallel.fsdp.weight import ShardedWeight
 
 
 @torch.no_grad()
@@ -82,8 +84,20 @@ def _of_same_group(weight: ShardedWeight, state: TrainingState) -> list[tuple[Sh
     return found
 
 
+def _join(parts: Sequence[ShardedWeight]) -> None:
+    """The amax of a joined weight is the largest of its parts'."""
+    pairs = [(p.whole.parts[0].amaxes, p.amaxes) for p in parts if p is not p.whole.parts[0]]
+    for first, other in pairs:
+        assert first is not None and other is not None
+        # Through a kernel, which knows what is larger than a NaN: a one-element tensor is its own amax.
+        kernels.amax(other[:1].view(1, 1), first[:1], accumulate=True)
+    for first, other in pairs:
+        assert first is not None and other is not None
+        other[:1].copy_(first[:1])
+
+
 def _reduce(
-    pairs: Iterable[tuple[ShardedWeight, WeightCodec]], histories: Sequence[tuple[ShardedWeight, Tensor]]
+    pairs: Sequence[tuple[ShardedWeight, WeightCodec]], histories: Sequence[tuple[ShardedWeight, Tensor]]
 ) -> None:
     """One collective for each mesh dimension: FSDP's, and that of tensor parallelism for scales of whole tensors."""
     parts: dict[tuple[Any, ...], list[tuple[ShardedWeight, WeightCodec, Tensor]]] = {}
@@ -94,6 +108,7 @@ def _reduce(
         groups = (weight.param.shard_mesh.get_group(), *others)
         parts.setdefault(groups, []).append((weight, codec, amaxes))
         weight.amaxes, weight.amaxes_codec = amaxes, codec
+    _join([weight for weight, codec in pairs if codec.is_part and codec.tensor_amax_count])
     for weight, row in histories:
         rows.setdefault(tuple(data_parallel_groups(weight.param)), []).append(row)
     waiting: dict[Any, list[Tensor]] = {}  # what is reduced over each group

@@ -11,10 +11,13 @@ from te_dist.modules.base import QuantizedLayer
 from te_dist.parallel.fsdp.decision import (
     PLAIN,
     Decision,
+    Portion,
     dtype_obstacle,
     structural_obstacle,
     weight_slots,
 )
+from te_dist.parallel.fsdp.layer import ShardedLayer, WholeWeight
+from te_dist.parallel.fsdp.shards import Place
 from te_dist.parallel.fsdp.state import _LAYERS, QuantizedFSDPState
 from te_dist.parallel.fsdp.torch_fsdp import (
     ExtensionsData,
@@ -25,8 +28,9 @@ from te_dist.parallel.fsdp.torch_fsdp import (
     ShardedState,
     groups_of,
     reshards_to_other_mesh,
+    shards_of,
 )
-from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedLayer, ShardedWeight, UniformGradientFSDPParam
+from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedWeight, UniformGradientFSDPParam
 from te_dist.recipe import Recipe, recipe_in_force
 
 MODES = ("auto", "on", "off")
@@ -125,28 +129,33 @@ def _attach_layer(
     if obstacle:
         weights = [(n, p) for n, p in params.items() if len(p._orig_size) > 1]
         return [Refused(full(n), p, _refusal(obstacle)) for n, p in weights]
-    by_identity = {id(p.sharded_param): (n, p) for n, p in params.items()}
-    slots = layer._slots()
-    found = [(by_identity.get(id(slots[slot])), stage, index) for stage, index, slot in weight_slots(layer)]
-    known = [entry for entry, _, _ in found if entry is not None]
+    found = [[params.get(part) for part in parts] for parts in layer._weight_names()]
+    known = [(n, params[n]) for parts in layer._weight_names() for n in parts if n in params]
     if any(isinstance(param, QuantizedFSDPParam) for _, param in known):
         return []  # attached before
-    if len(known) < len(found):
+    if any(param is None for parts in found for param in parts):
         obstacle = "some of the layer's weights are not sharded with it"
     for _, param in known:
         obstacle = obstacle or _obstacle(param, group, layer)
     if obstacle:
         return [Refused(full(n), p, _refusal(obstacle)) for n, p in known]
     owner = ShardedLayer(layer, name)
-    for entry, stage, index in found:
-        assert entry is not None
-        param_name, param = entry
-        weight = ShardedWeight(param, group, owner, stage, index, full(param_name))
-        owner.weights.append(weight)
-        param.__class__ = QuantizedFSDPParam
-        assert isinstance(param, QuantizedFSDPParam)
-        param.te_dist_weight = weight
-        param._extensions_data = ExtensionsData()
+    slots = zip(weight_slots(layer), layer._weight_names(), strict=True)
+    for number, ((stage, index), names) in enumerate(slots):
+        whole = WholeWeight(full(names[0]))
+        rows = sum(params[part]._orig_size[0] for part in names)
+        first = 0
+        for part in names:
+            param = params[part]
+            portion = Portion(number, shards_of(param), param._orig_size[1], Place(first, rows))
+            weight = ShardedWeight(param, group, owner, whole, portion, stage, index, full(part))
+            first += param._orig_size[0]
+            owner.weights.append(weight)
+            whole.parts.append(weight)
+            param.__class__ = QuantizedFSDPParam
+            assert isinstance(param, QuantizedFSDPParam)
+            param.te_dist_weight = weight
+            param._extensions_data = ExtensionsData()
     return []
 
 

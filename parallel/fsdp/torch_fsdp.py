@@ -18,6 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 
+from te_dist.parallel.fsdp.shards import Shards
+
 __all__ = [
     "DTensor",
     "ExtensionsData",
@@ -34,6 +36,7 @@ __all__ = [
     "model_parallel_groups",
     "reshards_after_forward",
     "reshards_to_other_mesh",
+    "shards_of",
     "state_of",
     "states_under",
     "torch_fully_shard",
@@ -71,6 +74,12 @@ def reshards_after_forward(group: FSDPParamGroup) -> bool:
 def reshards_to_other_mesh(group: FSDPParamGroup) -> bool:
     """reshard_after_forward=<number>: what forward leaves behind is a shard over fewer ranks."""
     return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
+
+
+def shards_of(param: FSDPParam) -> Shards:
+    """How its rows are cut."""
+    mesh = param.shard_mesh
+    return Shards(param._orig_size[0], mesh.size(), mesh.get_local_rank())
 
 
 def model_parallel_groups(param: FSDPParam) -> list[Any]:

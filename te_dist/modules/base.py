@@ -132,6 +132,8 @@ class QuantizedLayer(torch.nn.Module):
     recomputed_in_graph = False  # some compiled graph computes this layer's forward again in backward
     # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
     _is_parallel = False
+    # (slot, parameter) of each weight that is joined from several parameters, with the first of them.
+    _first_parts: tuple[tuple[int, str], ...] = ()
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -166,6 +168,19 @@ class QuantizedLayer(torch.nn.Module):
         """The parameters in the order of the spec's slots."""
         raise NotImplementedError(f"{type(self).__name__} must define _slots")
 
+    def _weight_names(self) -> list[list[str]]:
+        """For each weight, in the order of the slots, the parameter that holds it, or those whose rows it is joined
+        from."""
+        raise NotImplementedError(f"{type(self).__name__} must define _weight_names")
+
+    def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+        """The weights among the slots that came quantized, None if none did. Of a joined one any part holds all."""
+        if self._first_parts:
+            params = list(params)
+            for slot, name in self._first_parts:
+                params[slot] = getattr(self, name)
+        return gathered_weights(params)
+
     # ---------------------------------------------------------------------------------------- entry
     def _run(
         self,
@@ -177,7 +192,7 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
-        gathered = gathered_weights(params)
+        gathered = self._gathered(params)
         if self._is_parallel:
             params = [local_part(param) for param in params]
         weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
@@ -637,7 +652,7 @@ class QuantizedLayer(torch.nn.Module):
     @torch.compiler.assume_constant_result
     def _ensure_delayed(self, recipe: DelayedScaling) -> None:
         """Buffers of delayed scaling for this recipe; existing ones stay, their history is cut or extended."""
-        device = next(p for p in self._slots() if p is not None).device
+        device = next(self.parameters()).device
         count, length = self.spec.scale_count, recipe.amax_history_len
         dtypes = [recipe.fp8_format.dtype(role.is_gradient) for role in roles(self.spec)]
         if self.fp8_scale is None:
@@ -697,7 +712,7 @@ class QuantizedLayer(torch.nn.Module):
             given = state_dict.get(prefix + name)
             current = getattr(self, name)
             if given is not None and (current is None or current.shape != given.shape):
-                device = next(p for p in self._slots() if p is not None).device
+                device = next(self.parameters()).device
                 setattr(self, name, torch.empty_like(given, device=device))
             elif given is None and current is not None:
                 state_dict[prefix + name] = current  # nothing to load: stays

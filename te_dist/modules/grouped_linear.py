@@ -112,6 +112,9 @@ class GroupedLinear(QuantizedLayer):
     def _slots(self) -> list[Tensor | None]:
         return [*self._weights(), *([None] * self.num_gemms if self.return_bias else self._biases())]
 
+    def _weight_names(self) -> list[list[str]]:
+        return [["weight" if self.single_grouped_weight else f"weight{i}"] for i in range(self.num_gemms)]
+
     def reset_parameters(self) -> None:
         with torch.no_grad():
             for weight, bias in zip(self._weights(), self._biases(), strict=True):

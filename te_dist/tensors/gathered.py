@@ -40,9 +40,15 @@ class Gathering:
 
 
 class GatheredWeight(QuantizedTensor):
-    """All aliases of it (a Parameter is one) share the storage and the Gathering."""
+    """All aliases of it (a Parameter is one) share the storage and the Gathering.
+
+    It may be a part: one of several parameters that a layer joins to one weight. Then the storage is that of the whole
+    weight, which the parts share, the tensor's shape is that of its own rows, and ``torch.cat`` of all of them, which
+    is what the layer does, gives the whole without touching a byte.
+    """
 
     gathering: Gathering
+    rows: tuple[int, int]  # of the storage: from, to
 
     @property
     def weight_amax(self) -> Tensor:
@@ -56,13 +62,32 @@ class GatheredWeight(QuantizedTensor):
         cls: type[GatheredWeight],
         storage: QuantizedStorage,
         gathering: Gathering,
+        rows: tuple[int, int] | None = None,
         *,
         requires_grad: bool = False,
     ) -> GatheredWeight:
-        made = QuantizedTensor.__new__(cls, storage, requires_grad=requires_grad)
-        assert isinstance(made, GatheredWeight)
-        made.gathering = gathering
+        first, last = rows = (0, storage.shape[0]) if rows is None else rows
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            (last - first, *storage.shape[1:]),
+            dtype=storage.dtype,
+            device=storage.device,
+            requires_grad=requires_grad,
+        )
+        made.quantized_storage, made.gathering, made.rows = storage, gathering, rows
         return made
+
+    @property
+    def is_part(self) -> bool:
+        return self.shape != self.quantized_storage.shape
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        whole = super().dequantize(dtype=dtype)
+        return whole[slice(*self.rows)] if self.is_part else whole
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names, metadata = super().__tensor_flatten__()
+        return names, metadata | {"rows": self.rows}
 
     @staticmethod
     def __tensor_unflatten__(
@@ -71,9 +96,9 @@ class GatheredWeight(QuantizedTensor):
         outer_size: Sequence[int] | None = None,
         outer_stride: Sequence[int] | None = None,
     ) -> GatheredWeight:
-        storage = QuantizedStorage.__tensor_unflatten__(inner, metadata, outer_size, outer_stride)
+        storage = QuantizedStorage.__tensor_unflatten__(inner, metadata)
         # Inside a graph: what is said through the Gathering is said before it runs.
-        return GatheredWeight(storage, Gathering(""), requires_grad=metadata["requires_grad"])
+        return GatheredWeight(storage, Gathering(""), metadata["rows"], requires_grad=metadata["requires_grad"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise QuantizedOpError(f"{self.gathering.name} is unsharded and cannot be copied; reshard() the model first")
@@ -93,11 +118,23 @@ class GatheredWeight(QuantizedTensor):
         if isinstance(own, GatheredWeight):
             same_shape = func in (aten.view.default, aten.as_strided.default) and list(args[1]) == list(own.shape)
             if same_shape or func in (aten.detach.default, aten.alias.default):
-                return GatheredWeight(own.quantized_storage, own.gathering)
+                return GatheredWeight(own.quantized_storage, own.gathering, own.rows)
             if func in (aten.zeros_like.default, aten.empty_like.default):  # a gradient, or an optimizer's state
                 like = torch.empty(own.shape, dtype=own.dtype, device="meta")
                 return func(like, **{"device": own.device, **(kwargs or {})})
+        elif func is aten.cat.default and not kwargs and args[1:] in ((), (0,)) and _is_whole(own):
+            return GatheredWeight(own[0].quantized_storage, own[0].gathering)  # type: ignore[index]
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_whole(parts: Any) -> bool:
+    """Whether these are all parts of one weight, in order."""
+    at = 0
+    for part in parts:
+        if not isinstance(part, GatheredWeight) or part.rows[0] != at:
+            return False
+        at = part.rows[1]
+    return at == parts[0].quantized_storage.shape[0]
 
 
 # Dynamo and AOTAutograd reach the buffers as attributes of the tensor.
