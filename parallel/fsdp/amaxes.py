@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_dist import kernels
 from te_dist.groups import all_reduce_amax
-from te_dist.parallel.fsdp.torch_fsdp import TrainingState, data_parallel_groups, model_parallel_groups
+from te_dist.parallel.fsdp.torch_fsdp import TrainingState, data_parallel_groups
 from te_dist.recipe import DelayedScaling, recipe_in_force
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def _reduce(
     rows: dict[tuple[Any, ...], list[Tensor]] = {}
     for weight, codec in pairs:
         amaxes = codec.contribution(weight.local()).to(weight.param.device)
-        others = model_parallel_groups(weight.param) if weight.scale_spans_ranks else []
-        groups = (weight.param.shard_mesh.get_group(), *others)
+        groups = (weight.param.shard_mesh.get_group(), *weight.model_parallel_groups)
         parts.setdefault(groups, []).append((weight, codec, amaxes))
         weight.amaxes, weight.amaxes_codec = amaxes, codec
     _join([weight for weight, codec in pairs if codec.is_part and codec.tensor_amax_count])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_dist.groups import resolve_group
 from te_dist.modules.gathered import expects_recomputation
 from te_dist.parallel.fsdp import amaxes
 from te_dist.parallel.fsdp.codec import WeightCodec
@@ -33,6 +34,7 @@ from te_dist.parallel.fsdp.torch_fsdp import (
     TrainingState,
     free_memory,
     give_memory,
+    model_parallel_groups,
     reshards_after_forward,
 )
 from te_dist.pipeline.config import StageConfig
@@ -93,9 +95,7 @@ class ShardedWeight:
         self.param, self.group, self.owner, self._name = param, group, owner, name
         self.whole, self.portion = whole, portion
         self.scale_index = stage.scale_index("weight", index)
-        # Whether the ranks of tensor parallelism have one per-tensor scale: so it is unless they chose otherwise.
-        comm = stage.spec.comm
-        self.scale_spans_ranks = comm.is_local or comm.amax_group("weight") is not None
+        self._comm = stage.spec.comm
         self.shape: torch.Size = param._orig_size
         self.shards, self.gathering = portion.shards, whole.gathering
         self.amaxes: Tensor | None = None  # reduced, for this forward and its backward
@@ -111,6 +111,14 @@ class ShardedWeight:
     def name(self) -> str:
         """In the model, once FSDP2 knows which one is its root."""
         return getattr(self.param, "_param_fqn", None) or self._name
+
+    @property
+    def model_parallel_groups(self) -> list[Any]:
+        """Over whose ranks, beside FSDP's, the weight is spread and has one per-tensor scale."""
+        if self._comm.is_local:
+            return model_parallel_groups(self.param)
+        name = self._comm.amax_group("weight")  # unless they chose otherwise
+        return [] if name is None else [resolve_group(name, "tp_group")]
 
     # ---------------------------------------------------------------------------------------- as FSDPParam sees it
     def size(self) -> torch.Size:
