@@ -582,3 +582,51 @@ def test_joined_weights_beside_tensor_parallelism(rank_pools: Pools, device: str
 def test_two_dimensional_mesh(rank_pools: Pools, device: str) -> None:
     """dp_shard 2 x tp 2, column and row parallel with sequence parallelism, eager and compiled."""
     rank_pools(4).run(check_2d, device, timeout=240)
+
+
+def check_3d(rank: int, world: int, device: str, shapes: list[tuple[int, int, int]], recipes: tuple[str, ...]) -> None:
+    """replicate x shard x tp: unsharded bytes, and training, as with torch's own gather of high precision."""
+    for shape in shapes:
+        mesh = mesh_of(device, *shape)
+        dp, tp = mesh["replicate", "shard"], mesh["tp"]
+        part = dp["replicate"].get_local_rank() * shape[1] + dp["shard"].get_local_rank()
+        data = batches(2, shape[0] * shape[1], device, width=64)
+        for recipe in recipes:
+            results = []
+            for mode in ("off", "auto"):
+                torch.manual_seed(0)
+                model = nn.Sequential(Projections(recipe, device, 64, 256))
+                parallelize(model, tp, {"*.up": "column", "*.down": "row"})
+                fully_shard(model[0], mesh=dp, quantized_all_gather=mode)
+                fully_shard(model, mesh=dp, quantized_all_gather=mode)
+                losses = train_2d(model, data, part, tp.get_local_rank(), False)
+                results.append((losses, model))
+            assert len(all_gather_report(model).quantized) == 2
+            if recipe == "delayed":  # whose histories torch's gather leaves to each rank: here they are all the same
+                scales = model[0].up.fp8_scale.clone()
+                torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX, group=dp["shard"].get_group())
+                assert torch.equal(scales, model[0].up.fp8_scale)
+                continue
+            assert results[0][0] == results[1][0], (shape, recipe)
+            assert_same(results[0][1], results[1][1], what=f"{shape} {recipe}")
+            weight = full(model[0].up.weight)
+            model[0].unshard()
+            storage = cases.gathered(model[0].up)
+            mine = weight.chunk(shape[2])[tp.get_local_rank()]
+            if recipe == "mxfp8":  # no scale spans the ranks of tensor parallelism
+                cases.assert_storage_equals(storage, cases.whole_weight(storage, mine), f"{shape} {recipe}")
+            elif recipe == "current":  # its one scale does
+                scale_inv = cases.whole_weight(storage, weight)._scale_inv
+                assert torch.equal(storage._scale_inv, scale_inv), shape
+            model[0].reshard()
+
+
+def test_three_dimensional_meshes_of_four_ranks(rank_pools: Pools, device: str) -> None:
+    """Each side of one rank in turn; ``test_three_dimensional_mesh`` has none."""
+    shapes = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
+    rank_pools(4).run(check_3d, device, shapes, ("current", "mxfp8", "delayed"), timeout=240)
+
+
+@pytest.mark.skipif(not FULL_MATRIX, reason="eight ranks; TE_DIST_FULL_MATRIX=1 runs it")
+def test_three_dimensional_mesh(rank_pools: Pools, device: str) -> None:
+    rank_pools(8).run(check_3d, device, [(2, 2, 2)], MAIN, timeout=280)
