@@ -356,7 +356,8 @@ class ShardedWeight:
             give_memory(buffer)
         whole = output.view(-1)[: self.shape.numel()].view(self.shape)
         with torch.no_grad(), refilling(inner):
-            quantizer._quantize_into(whole, storage, None, None, None)
+            # All ranks of tensor parallelism are here too: they unshard in the same order.
+            quantizer._quantize_into(whole, storage, self._comm.amax_group("weight"), None, None)
         free_memory(output)
         return inner
 
