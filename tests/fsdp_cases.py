@@ -120,8 +120,9 @@ def build(recipe: str | None, device: str, mesh: DeviceMesh | None = None, **opt
 # ------------------------------------------------------------------------------------------------- training
 SGD = "sgd"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    SGD: lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3),
+    # Not foreach, which would be the default for plain tensors on a GPU, but not for DTensors.
+    SGD: lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=False),
     "foreach": lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, lr=3e-3, fused=True),
     "muon_like": lambda params: SignedMomentum(params, lr=1e-3),

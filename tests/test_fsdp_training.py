@@ -30,6 +30,12 @@ STEPS = 20
 REORDERED = 5e-3
 
 
+def reordered(device: str) -> float:
+    """For one batch in place of two: on a CPU the products of forward are the same, row by row; a GPU may choose other
+    kernels for more rows."""
+    return 1e-5 if device == "cpu" else REORDERED
+
+
 def single(recipe: str, device: str, data: list[Tensor], **options: Any) -> nn.Module:
     """One process: all ranks' parts one after the other, gradients averaged. Delayed scaling sees them as one batch,
     because its history is that of a step and not of a part."""
@@ -48,7 +54,7 @@ def check_twenty_steps(rank: int, world: int, device: str, recipe: str) -> None:
     data = batches(STEPS, world, device)
     # One batch of 32 rows or two of 16: the products of wgrad add up in another order. AdamW, which divides by the size
     # of a gradient, would make something of that; SGD shows it as it is.
-    tolerance, optimizer = (1e-5, cases.SGD) if recipe == "delayed" else (0.0, "adamw")
+    tolerance, optimizer = (reordered(device), cases.SGD) if recipe == "delayed" else (0.0, "adamw")
     reference = single(recipe, device, data, optimizer=optimizer)
     start = make(recipe, device)
     assert max(cases.differences(start, reference).values()) > 0.01, "nothing was learnt"
@@ -75,13 +81,13 @@ def test_twenty_steps_equal_one_process(rank_pools: Pools, device: str, recipe: 
 def accumulated(recipe: str, device: str, data: list[Tensor], micro: int) -> nn.Module:
     """One process: on each rank microbatches first, then the sum over ranks."""
     model = make(recipe, device)
+    optimizer = cases.OPTIMIZERS["adamw"](model.parameters())
     if recipe == "delayed":  # microbatches of all ranks together, as in ``single``
         together = [torch.cat([torch.cat([x.chunk(micro)[part] for x in batch]) for part in range(micro)])
                     for batch in data]  # fmt: skip
         scale = float(len(data[0]))
         train(model, [x[None] for x in together], None, optimizer=cases.SGD, micro=micro, loss_scale=scale)
         return model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step, batch in enumerate(data):
         total: dict[str, Tensor] = {}
         for r in range(len(batch)):
@@ -103,7 +109,7 @@ def check_accumulation(rank: int, world: int, device: str) -> None:
     data = batches(STEPS, world, device)
     for recipe in MAIN:
         reference = accumulated(recipe, device, data, 2)
-        tolerance, optimizer = (1e-5, cases.SGD) if recipe == "delayed" else (0.0, "adamw")
+        tolerance, optimizer = (reordered(device), cases.SGD) if recipe == "delayed" else (0.0, "adamw")
         for reshard in (True, False):
             model = build(recipe, device, mesh, reshard_after_forward=reshard)
             train(model, data, rank, micro=2, optimizer=optimizer)
@@ -266,7 +272,11 @@ def check_offload(rank: int, world: int, device: str) -> None:
         train(model, data, rank)
         assert all(p._local_tensor.device.type == "cpu" for p in model.parameters())
         for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(a._local_tensor.cpu(), b._local_tensor), (recipe, name)
+            mine, theirs = b._local_tensor, a._local_tensor.cpu()
+            if device == "cpu":
+                assert torch.equal(mine, theirs), (recipe, name)
+            else:  # an optimizer on the host rounds at other places than one on a GPU
+                assert (mine - theirs).norm() <= REORDERED * theirs.norm(), (recipe, name)
 
 
 def test_cpu_offload(rank_pools: Pools, device: str) -> None:
@@ -300,13 +310,13 @@ def check_lora(rank: int, world: int, device: str) -> None:
             continue
         reference = lora(recipe, device)
         trained = [p for p in reference.parameters() if p.requires_grad]
-        train(reference, data, None, optimizer=torch.optim.AdamW(trained, lr=3e-3))
+        train(reference, data, None, optimizer=cases.OPTIMIZERS["adamw"](trained))
         model = lora(recipe, device)
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         trained = [p for p in model.parameters() if p.requires_grad]
-        train(model, data, rank, optimizer=torch.optim.AdamW(trained, lr=3e-3))
+        train(model, data, rank, optimizer=cases.OPTIMIZERS["adamw"](trained))
         assert_same(reference, model, what=recipe)
         assert torch.equal(full(model[0].base.weight), lora(recipe, device)[0].base.weight)
         assert len(all_gather_report(model).quantized) == 4

@@ -23,9 +23,15 @@ if TYPE_CHECKING:
     from te_dist.parallel.fsdp.weight import ShardedWeight
 
 
-@torch.no_grad()
 def before_forward(layers: Sequence[ShardedLayer]) -> None:
-    """For all weights that this forward may gather, and the amax histories of delayed scaling."""
+    """For all weights that this forward may gather, and the amax histories of delayed scaling, from which it takes its
+    scales."""
+    with_gradients = torch.is_grad_enabled()
+    with torch.no_grad():
+        _before_forward(layers, with_gradients)
+
+
+def _before_forward(layers: Sequence[ShardedLayer], with_gradients: bool) -> None:
     pairs: list[tuple[ShardedWeight, WeightCodec]] = []
     for owner in layers:
         recipe = owner.recipe(TrainingState.FORWARD)
@@ -34,6 +40,9 @@ def before_forward(layers: Sequence[ShardedLayer]) -> None:
             if decision.codec is not None and decision.codec.amax_count and weight.is_sharded:
                 pairs.append((weight, decision.codec))
     _reduce(pairs, _histories(layers))
+    for owner in layers:
+        if isinstance(owner.forward_recipe, DelayedScaling):
+            owner.prepare_scales(owner.forward_recipe, owner.layer.training or with_gradients)
 
 
 @torch.no_grad()

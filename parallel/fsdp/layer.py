@@ -57,6 +57,8 @@ class ShardedLayer:
         self._decisions: dict[Recipe | None, list[Decision]] = {}
         # Of the last forward: autocast's scope is gone when backward gathers again.
         self.forward_recipe: Recipe | None = None
+        self.forward_scales: Tensor | None = None
+        self._scales_recipe: Recipe | None = None
 
     def recipe(self, state: TrainingState) -> Recipe | None:
         """The recipe to gather for."""
@@ -74,13 +76,37 @@ class ShardedLayer:
             found = self._decisions[recipe] = decide(self.layer, recipe, [w.portion for w in self.weights])
         return found
 
-    def weight_scale(self, recipe: DelayedScaling, index: int, advances: bool) -> Tensor:
-        """Delayed scaling: the scale that the layer's coming forward uses for a weight, or that its last one used."""
+    def prepare_scales(self, recipe: DelayedScaling, advances: bool) -> Tensor:
+        """Delayed scaling: the scales that the layer's coming forward uses, or that its last one used. They are kept
+        for the gathers of this forward and of its backward, which on a GPU run on a stream of their own: it does not
+        wait for those who write the layer's buffers."""
         layer = self.layer
         layer._ensure_delayed(recipe)
+        self._bring_state_to_device()
         scales, history, largest = layer.fp8_scale, layer.fp8_amax_history, layer._fp8_largest
         assert scales is not None and history is not None and largest is not None
+        made = scales.clone()
         if advances:
-            scales = scales.clone()
-            delayed_scaling.advance(history.clone(), scales, largest, recipe.margin, recipe.amax_compute_algo)
-        return scales[index : index + 1]
+            delayed_scaling.advance(history.clone(), made, largest, recipe.margin, recipe.amax_compute_algo)
+        self.forward_scales, self._scales_recipe = made, recipe
+        return made
+
+    def _bring_state_to_device(self) -> None:
+        """A layer makes its state where its parameters are: on the host, if that is where FSDP2 keeps the shards."""
+        layer, device = self.layer, self.weights[0].param.device
+        assert layer.fp8_scale is not None and layer.fp8_amax_history is not None and layer._fp8_largest is not None
+        if layer.fp8_scale.device != device:
+            layer.fp8_scale = layer.fp8_scale.to(device)
+            layer.fp8_amax_history = layer.fp8_amax_history.to(device)
+            layer._fp8_largest = layer._fp8_largest.to(device)
+
+    def scales(self, recipe: DelayedScaling, state: TrainingState) -> Tensor:
+        """For a gather in this state."""
+        kept = self.forward_scales
+        if state == TrainingState.IDLE and not in_backward():  # by hand, at any time
+            scales = self.prepare_scales(recipe, self.layer.training)
+            self.forward_scales = kept
+            return scales
+        if kept is None or self._scales_recipe != recipe:  # scoped inside of the root's forward
+            return self.prepare_scales(recipe, self.layer.training)
+        return kept

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 
 from te_dist.parallel.fsdp.shards import Shards
+from te_dist.torch_compat import backend_of
 
 __all__ = [
     "DTensor",
@@ -39,6 +40,7 @@ __all__ = [
     "shards_of",
     "state_of",
     "states_under",
+    "sum_where_nobody_averages",
     "torch_fully_shard",
 ]
 
@@ -55,6 +57,14 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
         return list(several)
     one = state._fsdp_param_group
     return [] if one is None else [one]
+
+
+def sum_where_nobody_averages(state: FSDPState) -> None:
+    """gloo with CUDA tensors, as several ranks on one GPU have it: FSDP2 would ask it for NCCL's average."""
+    for group in groups_of(state):
+        mesh = group.mesh_info.mesh
+        if group.device.type == "cuda" and backend_of(mesh.get_group(mesh.ndim - 1), group.device) == "gloo":
+            group.force_sum_reduction_for_comms = True
 
 
 def states_under(root: nn.Module) -> Iterator[FSDPState]:

@@ -100,7 +100,6 @@ class ShardedWeight:
         self.shards, self.gathering = portion.shards, whole.gathering
         self.amaxes: Tensor | None = None  # reduced, for this forward and its backward
         self.amaxes_codec: WeightCodec | None = None
-        self._forward_scale: Tensor | None = None
         self._variants: dict[Any, Variant] = {}
         self._current: Variant | None = None
         if hasattr(param, "_unsharded_param"):  # it was gathered before, in high precision
@@ -194,7 +193,9 @@ class ShardedWeight:
         codec = variant.decision.codec
         assert codec is not None
         wanted = self._wanted(codec, state)
-        scale = self._delayed_scale(recipe, state) if isinstance(recipe, DelayedScaling) else None
+        scale = None
+        if isinstance(recipe, DelayedScaling):
+            scale = self.owner.scales(recipe, state)[self.scale_index : self.scale_index + 1]
         reduced = amaxes.for_gather(self, codec, state)
         local = self.local().to(self.param.device, non_blocking=True)
         encoded = codec.encode(local, wanted, reduced, scale)
@@ -202,17 +203,6 @@ class ShardedWeight:
         self._gather_into(variant, wanted)
         amax = reduced[:1] if codec.delayed and reduced is not None else None
         return sent, {"planes": wanted, "common": encoded.common, "amax": amax}
-
-    def _delayed_scale(self, recipe: DelayedScaling, state: TrainingState) -> Tensor:
-        """Backward takes the scale of its forward. The layer's buffers may have moved on, and on a GPU this runs on a
-        stream that does not wait for those who write them."""
-        if (state == TrainingState.PRE_BACKWARD or in_backward()) and self._forward_scale is not None:
-            return self._forward_scale
-        advances = self.owner.layer.training or torch.is_grad_enabled()
-        scale = self.owner.weight_scale(recipe, self.scale_index, advances).to(self.param.device, copy=True)
-        if state == TrainingState.FORWARD:
-            self._forward_scale = scale
-        return scale
 
     def _wanted(self, codec: WeightCodec, state: TrainingState) -> tuple[PlaneName, ...]:
         """Forward reads the row plane, backward the column plane. Both, where the memory of one has to last for the

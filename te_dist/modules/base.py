@@ -652,7 +652,8 @@ class QuantizedLayer(torch.nn.Module):
     @torch.compiler.assume_constant_result
     def _ensure_delayed(self, recipe: DelayedScaling) -> None:
         """Buffers of delayed scaling for this recipe; existing ones stay, their history is cut or extended."""
-        device = next(self.parameters()).device
+        # Where the state is, if there is some: parameters may have been offloaded.
+        device = next(self.parameters()).device if self.fp8_scale is None else self.fp8_scale.device
         count, length = self.spec.scale_count, recipe.amax_history_len
         dtypes = [recipe.fp8_format.dtype(role.is_gradient) for role in roles(self.spec)]
         if self.fp8_scale is None:
