@@ -41,8 +41,6 @@ def check_errors(rank: int, world: int) -> None:
     on = {"mesh": mesh, "quantized_all_gather": "on"}
     split = nn.Sequential(linear("block", parameters_split=("q", "k")))
     raises(lambda: fully_shard(split, **on), "'0.q_weight'", "joins several parameters, at row 32", "block of 128 rows")
-    grouped = te_dist.GroupedLinear(2, 32, 64, single_grouped_weight=True, recipe=RECIPES["mxfp8"])
-    raises(lambda: fully_shard(nn.Sequential(grouped), **on), "'0'", "single_grouped_weight")
     high = te_dist.recipe.Float8CurrentScaling(backward_override="high_precision")
     raises(
         lambda: fully_shard(nn.Sequential(te_dist.Linear(32, 64, recipe=high)), **on),
@@ -120,7 +118,7 @@ def check_auto(rank: int, world: int, device: str) -> None:
             lambda: linear("nvfp4_1d", rows=3 * world, cols=cols, device=device), "quantized after", "share a byte",
         ),
         "no recipe": (lambda: linear(None, cols=cols, device=device), "high precision", "no recipe"),
-        "one parameter": (lambda: grouped(single_grouped_weight=True), "high precision", "single_grouped_weight"),
+        "one parameter": (lambda: grouped(single_grouped_weight=True), "quantized", ""),
         "experts": (grouped, "quantized", ""),
     }  # fmt: skip
     for name, (build_layer, how, reason) in layers.items():

@@ -79,11 +79,12 @@ def test_operations_take_gathered_weights(rank_pools: Pools, device: str) -> Non
 
 def check_grouped(rank: int, world: int, device: str) -> None:
     mesh = mesh_of(device, world)
-    for recipe in ("current", "mxfp8", "nvfp4"):
+    for recipe, single in (("current", False), ("mxfp8", False), ("nvfp4", True), ("delayed", True), ("mxfp8", True)):
         made = []
         for _ in range(2):
             torch.manual_seed(1)
-            made.append(ops.GroupedLinear(3, 64, 96, recipe=RECIPES[recipe], device=device))
+            options = {"recipe": RECIPES[recipe], "device": device, "single_grouped_weight": single}
+            made.append(ops.GroupedLinear(3, 64, 96, **options))
         fully_shard(made[1], mesh=mesh)
         x, sizes = torch.randn(32, 64, device=device), torch.tensor([10, 0, 22])
         results = []
@@ -94,7 +95,7 @@ def check_grouped(rank: int, world: int, device: str) -> None:
             y.square().sum().backward()
             results.append([y.detach(), leaf.grad, *[full(p.grad) for p in op.parameters()]])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), recipe
-        assert len(all_gather_report(made[1]).quantized) == 3
+        assert len(all_gather_report(made[1]).quantized) == (1 if single else 3)
 
 
 def test_grouped_operation(rank_pools: Pools, device: str) -> None:

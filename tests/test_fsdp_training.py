@@ -335,6 +335,8 @@ def layers(recipe: Any, device: str) -> dict[str, Callable[[], nn.Module]]:
         "layernorm_linear": lambda: te_dist.LayerNormLinear(64, 96, **options),
         "layernorm_mlp": lambda: te_dist.LayerNormMLP(64, 96, activation="swiglu", **options),
         "grouped": lambda: te_dist.GroupedLinear(3, 64, 96, **options),
+        "grouped_single": lambda: te_dist.GroupedLinear(3, 64, 98, single_grouped_weight=True, **options),
+        "grouped_one": lambda: te_dist.GroupedLinear(1, 64, 96, single_grouped_weight=True, bias=False, **options),
         "transformer": lambda: te_dist.TransformerLayer(64, 96, 4, **options),
         "split": lambda: te_dist.Linear(64, 224, parameters_split={"q": 128, "k": 64, "v": 32}, **options),
         "split_norm": lambda: te_dist.LayerNormLinear(64, 384, parameters_split=("q", "k", "v"), **options),
@@ -431,6 +433,63 @@ def test_joined_weights(rank_pools: Pools, device: str) -> None:
     rank_pools(2).run(check_joined, device, MAIN, timeout=240)
 
 
+class Experts(nn.Module):
+    """One parameter that holds the weights of all experts."""
+
+    def __init__(self, recipe: Any, device: str) -> None:
+        super().__init__()
+        self.layer = te_dist.GroupedLinear(3, 64, 96, single_grouped_weight=True, recipe=recipe, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, [6, 0, 10])
+
+
+def check_stacked(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    for recipe in MAIN:
+        results = []
+        for way in ("one process", "eager", "compiled"):
+            if way == "compiled" and recipe not in ("current", "mxfp8", "delayed") and not FULL_MATRIX:
+                continue
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Experts(RECIPES[recipe], device)
+            if way == "compiled":
+                model.compile(fullgraph=True, backend="aot_eager")
+            if way != "one process":
+                fully_shard(model, mesh=mesh, quantized_all_gather="on")
+            made = []
+            for step in range(2):  # the second time into the same buffers
+                torch.manual_seed(step)
+                leaf = x[step].clone().requires_grad_()
+                with comm_report() as report:
+                    y = model(leaf)
+                    y.square().sum().backward()
+                made += [y.detach(), leaf.grad, full(model.layer.weight.grad).clone()]
+                model.zero_grad()
+            gathers = report.select(kind="all_gather")
+            assert way == "one process" or {c.dtype for c in gathers if "weight" in c.layer} == {"uint8"}
+            results.append(made)
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), recipe
+        if recipe == "delayed":
+            continue
+        weight = full(model.layer.weight)
+        model.unshard()
+        stack = model.layer.weight
+        for i, part in enumerate(stack.unbind(0)):
+            storage = part.quantized_storage
+            cases.assert_storage_equals(storage, cases.whole_weight(storage, weight[i]), f"{recipe}, expert {i}")
+        assert torch.equal(stack.dequantize()[2], part.dequantize())
+        model.reshard()
+        assert not any(cases.has_memory(t) for t in cases.plane_buffers(stack.quantized_storage)), "not freed"
+
+
+def test_one_parameter_of_several_weights(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_stacked, device, timeout=240)
+
+
 def check_layers(rank: int, world: int, device: str, recipes: tuple[str, ...]) -> None:
     mesh = mesh_of(device, world)
     for recipe_name in recipes:
@@ -448,7 +507,8 @@ def check_layers(rank: int, world: int, device: str, recipes: tuple[str, ...]) -
                 assert all("at row 192" in reason for reason in report.others.values())
             else:
                 assert report.quantized and not report.others, (name, str(report))
-            arguments = ([10, 0, 22],) if name == "grouped" else ()
+            splits = {"grouped": [10, 0, 22], "grouped_single": [10, 0, 22], "grouped_one": [32]}
+            arguments = (splits[name],) if name in splits else ()
             shape = (8, 4, 64) if name == "transformer" else (32, 64)
             for step in range(2):
                 x = torch.randn(shape, device=device)

@@ -123,7 +123,7 @@ def _reduce(
     for groups, members in parts.items():
         waiting.setdefault(groups[0], []).extend(amaxes for _, _, amaxes in members)
         for group in groups[1:]:
-            whole = [amaxes[:1] for _, codec, amaxes in members if codec.tensor_amax_count]
+            whole = [amaxes[: codec.tensor_amax_count] for _, codec, amaxes in members if codec.tensor_amax_count]
             waiting.setdefault(group, []).extend(whole)
     for groups, tensors in rows.items():
         for group in groups:

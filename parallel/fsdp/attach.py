@@ -13,7 +13,6 @@ from te_dist.parallel.fsdp.decision import (
     Decision,
     Portion,
     dtype_obstacle,
-    structural_obstacle,
     weight_slots,
 )
 from te_dist.parallel.fsdp.layer import ShardedLayer, WholeWeight
@@ -87,12 +86,6 @@ def check_layers(layers: list[tuple[str, QuantizedLayer]], mode: str, caller: st
             f"{caller} expects one recipe inside a parameter group but {one!r} has {first!r} and {other!r} has "
             f"{second!r}; call fully_shard on their modules apart, or pass quantized_all_gather='off'"
         )
-    if mode != "on":
-        return
-    for name, layer in layers:
-        reason = structural_obstacle(layer)
-        if reason and recipe_in_force(layer.recipe) is not None:
-            raise ValueError(_not_on(caller, name, reason))
 
 
 def _not_on(caller: str, name: str, reason: str) -> str:
@@ -125,31 +118,28 @@ def _attach_layer(
     def full(param_name: str) -> str:
         return f"{name}.{param_name}" if name else param_name
 
-    obstacle = structural_obstacle(layer)
-    if obstacle:
-        weights = [(n, p) for n, p in params.items() if len(p._orig_size) > 1]
-        return [Refused(full(n), p, _refusal(obstacle)) for n, p in weights]
-    found = [[params.get(part) for part in parts] for parts in layer._weight_names()]
-    known = [(n, params[n]) for parts in layer._weight_names() for n in parts if n in params]
+    obstacle = ""
+    wholes = layer._weight_names()  # a stack of weights is named by each of them
+    names = list(dict.fromkeys(part for parts in wholes for part in parts))
+    known = [(part, params[part]) for part in names if part in params]
     if any(isinstance(param, QuantizedFSDPParam) for _, param in known):
         return []  # attached before
-    if any(param is None for parts in found for param in parts):
+    if len(known) < len(names):
         obstacle = "some of the layer's weights are not sharded with it"
     for _, param in known:
         obstacle = obstacle or _obstacle(param, group, layer)
     if obstacle:
-        return [Refused(full(n), p, _refusal(obstacle)) for n, p in known]
+        return [Refused(full(part), param, _refusal(obstacle)) for part, param in known]
     owner = ShardedLayer(layer, name)
-    slots = zip(weight_slots(layer), layer._weight_names(), strict=True)
-    for number, ((stage, index), names) in enumerate(slots):
-        whole = WholeWeight(full(names[0]))
-        rows = sum(params[part]._orig_size[0] for part in names)
-        first = 0
-        for part in names:
+    seen: set[str] = set()
+    for number, ((stage, index), parts) in enumerate(zip(weight_slots(layer), wholes, strict=True)):
+        if parts[0] in seen:
+            continue
+        seen.update(parts)
+        whole = WholeWeight(full(parts[0]))
+        for part, portion in zip(parts, _portions(number, [params[part] for part in parts]), strict=True):
             param = params[part]
-            portion = Portion(number, shards_of(param), param._orig_size[1], Place(first, rows))
             weight = ShardedWeight(param, group, owner, whole, portion, stage, index, full(part))
-            first += param._orig_size[0]
             owner.weights.append(weight)
             whole.parts.append(weight)
             param.__class__ = QuantizedFSDPParam
@@ -157,6 +147,16 @@ def _attach_layer(
             param.te_dist_weight = weight
             param._extensions_data = ExtensionsData()
     return []
+
+
+def _portions(number: int, params: list[FSDPParam]) -> Iterator[Portion]:
+    """What each of the parameters is of the layer's weight of that number."""
+    rows = sum(param._orig_size[0] for param in params)
+    first = 0
+    for param in params:
+        count, *stacked, cols = param._orig_size
+        yield Portion(number, shards_of(param), cols, Place(first, rows), *stacked)
+        first += count
 
 
 def _make_gradients_uniform(group: FSDPParamGroup) -> None:
@@ -178,7 +178,7 @@ def _obstacle(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer) ->
         return f"it is sharded along dimension {param.fsdp_placement.dim}, and blocks of rows travel whole"
     if reshards_to_other_mesh(group):
         return "reshard_after_forward is a number, and shards of shards are kept in high precision"
-    if len(param._orig_size) != 2:
+    if len(param._orig_size) != (3 if getattr(layer, "single_grouped_weight", False) else 2):
         return f"it has {len(param._orig_size)} dimensions"
     for module in param._module_info.shared_modules:
         if not isinstance(module, QuantizedLayer) or module.recipe != layer.recipe or module.spec != layer.spec:

@@ -10,7 +10,6 @@ quantize weights everywhere else quantize them here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -341,9 +340,3 @@ def quantize_with(
         )
     else:
         quantizer._quantize_into(x, out, None, None, None)
-
-
-@functools.lru_cache(maxsize=4096)
-def codec_for(quantizer: Quantizer, shards: Shards, cols: int, delayed: bool, place: Place) -> WeightCodec:
-    """Layers of equal shape share one."""
-    return WeightCodec(quantizer, shards, cols, delayed, place)

@@ -195,13 +195,13 @@ class ShardedWeight:
         wanted = self._wanted(codec, state)
         scale = None
         if isinstance(recipe, DelayedScaling):
-            scale = self.owner.scales(recipe, state)[self.scale_index : self.scale_index + 1]
+            scale = self.owner.scales(recipe, state)[self.scale_index : self.scale_index + self.portion.weights]
         reduced = amaxes.for_gather(self, codec, state)
         local = self.local().to(self.param.device, non_blocking=True)
         encoded = codec.encode(local, wanted, reduced, scale)
         sent = encoded.wire if self.shards.ranks > 1 else [packed(encoded.wire)]
         self._gather_into(variant, wanted)
-        amax = reduced[:1] if codec.delayed and reduced is not None else None
+        amax = reduced[: self.portion.weights] if codec.delayed and reduced is not None else None
         return sent, {"planes": wanted, "common": encoded.common, "amax": amax}
 
     def _wanted(self, codec: WeightCodec, state: TrainingState) -> tuple[PlaneName, ...]:

@@ -132,7 +132,8 @@ class QuantizedLayer(torch.nn.Module):
     recomputed_in_graph = False  # some compiled graph computes this layer's forward again in backward
     # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
     _is_parallel = False
-    # (slot, parameter) of each weight that is joined from several parameters, with the first of them.
+    # (slot, parameter) of each weight that is joined from several parameters, with the first of them, or that is one of
+    # several in a parameter.
     _first_parts: tuple[tuple[int, str], ...] = ()
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
@@ -174,8 +175,9 @@ class QuantizedLayer(torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define _weight_names")
 
     def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
-        """The weights among the slots that came quantized, None if none did. Of a joined one any part holds all."""
-        if self._first_parts:
+        """The weights among the slots that came quantized, None if none did. A compiled graph can read the buffers of
+        parameters only: any part of a joined weight holds all of them, and so does a stack of weights."""
+        if self._first_parts and torch.compiler.is_compiling():
             params = list(params)
             for slot, name in self._first_parts:
                 params[slot] = getattr(self, name)
@@ -593,13 +595,14 @@ class QuantizedLayer(torch.nn.Module):
         scales, weight_count = call.scales, call.weight_count
         if gathered is not None:
             self._note_traced_recomputation()
-            call.weights = [getattr(gathered[slot], name) for slot, name in call.gathered_buffers]
+            call.weights = [gathered[slot].buffer_of(name, slot) for slot, name in call.gathered_buffers]
             if call.delayed and scales is not None:
                 amaxes = torch.zeros_like(scales)
                 for slot, index in call.gathered_amaxes:
                     holder = gathered[slot]
                     assert holder is not None
-                    amaxes[index : index + 1] = holder.weight_amax
+                    at = slot if holder.is_stack else 0
+                    amaxes[index : index + 1] = holder.weight_amaxes[at : at + 1]
         elif weight_count:
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
                 call.weights = list(self._workspaces)

@@ -76,6 +76,8 @@ class GroupedLinear(QuantizedLayer):
         if bias:
             self._make("bias", single_grouped_bias, (out_features,), device, dtype)
         self.reset_parameters()
+        if single_grouped_weight:
+            self._first_parts = tuple((group, "weight") for group in range(num_gemms))
         stage = StageSpec(has_bias=bias and not return_bias, groups=num_gemms)
         spec = LayerSpec((stage,), "grouped_linear", name or "", save_original_input=save_original_input)
         self._init_layer(

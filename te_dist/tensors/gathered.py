@@ -27,7 +27,7 @@ class Gathering:
         name: of the parameter, for messages.
         recipe: under which it was quantized.
         recomputed: set by the layer when it sees that backward will compute this forward again.
-        amax: float32 [1], of the whole weight: what the layer records under delayed scaling.
+        amax: float32 [1], of the whole weight, or [E] of a stack: what the layer records under delayed scaling.
     """
 
     __slots__ = ("amax", "name", "recipe", "recomputed")
@@ -45,17 +45,30 @@ class GatheredWeight(QuantizedTensor):
     It may be a part: one of several parameters that a layer joins to one weight. Then the storage is that of the whole
     weight, which the parts share, the tensor's shape is that of its own rows, and ``torch.cat`` of all of them, which
     is what the layer does, gives the whole without touching a byte.
+
+    Or it may be a stack [E, N, K] of several weights in one parameter. Then each buffer of the storage has a leading
+    dimension of E, and ``unbind``, which is what the layer does, gives the weights.
     """
 
     gathering: Gathering
     rows: tuple[int, int]  # of the storage: from, to
+    group = 0  # of a weight of a stack
 
     @property
-    def weight_amax(self) -> Tensor:
-        """Of the unquantized weight."""
+    def weight_amaxes(self) -> Tensor:
+        """Of the unquantized weight, or of each weight of the stack that it is, or is one of."""
         if self.gathering.amax is None:
             raise RuntimeError(f"{self.gathering.name} was gathered without its amax")
         return self.gathering.amax
+
+    def buffer_of(self, name: str, group: int) -> Tensor:
+        """A buffer, of a stack that of one weight."""
+        buffer: Tensor = getattr(self, name)
+        return buffer[group] if self.is_stack else buffer
+
+    @property
+    def is_stack(self) -> bool:
+        return self.dim() == 3
 
     @staticmethod
     def __new__(
@@ -82,6 +95,8 @@ class GatheredWeight(QuantizedTensor):
         return self.shape != self.quantized_storage.shape
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        if self.is_stack:
+            return torch.stack([unit.dequantize(dtype=dtype) for unit in unstacked(self.quantized_storage)])
         whole = super().dequantize(dtype=dtype)
         return whole[slice(*self.rows)] if self.is_part else whole
 
@@ -122,9 +137,29 @@ class GatheredWeight(QuantizedTensor):
             if func in (aten.zeros_like.default, aten.empty_like.default):  # a gradient, or an optimizer's state
                 like = torch.empty(own.shape, dtype=own.dtype, device="meta")
                 return func(like, **{"device": own.device, **(kwargs or {})})
+            if func is aten.unbind.int and own.is_stack and args[1:] in ((), (0,)):
+                units = [GatheredWeight(unit, own.gathering) for unit in unstacked(own.quantized_storage)]
+                for group, unit in enumerate(units):
+                    unit.group = group
+                return units
         elif func is aten.cat.default and not kwargs and args[1:] in ((), (0,)) and _is_whole(own):
             return GatheredWeight(own[0].quantized_storage, own[0].gathering)  # type: ignore[index]
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def unstacked(storage: QuantizedStorage) -> list[QuantizedStorage]:
+    """The weights of a stack, as views."""
+    count, shape = storage.shape[0], storage.shape[1:]
+    names, buffers = storage.inner_names(), storage.inner_tensors()
+    return [
+        type(storage)(
+            {name: buffer[group] for name, buffer in zip(names, buffers, strict=True)},
+            shape=shape,
+            dtype=storage.dtype,
+            quantizer=storage.quantizer,
+        )
+        for group in range(count)
+    ]
 
 
 def _is_whole(parts: Any) -> bool:
