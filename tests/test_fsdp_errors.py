@@ -161,7 +161,12 @@ def check_layer_called_alone(rank: int, world: int) -> None:
     layer.weight = gathered
     with pytest.raises(RuntimeError, match="not unsharded"):
         layer(x)
+    with pytest.raises(RuntimeError, match=r"blocks.0.up.weight is not unsharded"):
+        gathered.dequantize()
+    assert "without memory" in repr(gathered) and "[160, 96]" in repr(gathered)
     y.sum().backward()
+    model.blocks[0].unshard()
+    assert "unsharded" in repr(model.blocks[0].up.weight)
 
 
 def test_missing_memory_is_an_error(rank_pools: Pools) -> None:

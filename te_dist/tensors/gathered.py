@@ -95,10 +95,18 @@ class GatheredWeight(QuantizedTensor):
         return self.shape != self.quantized_storage.shape
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        if not has_memory(self.quantized_storage):
+            raise RuntimeError(f"{self.gathering.name} is not unsharded; unshard() its FSDP module first")
         if self.is_stack:
             return torch.stack([unit.dequantize(dtype=dtype) for unit in unstacked(self.quantized_storage)])
         whole = super().dequantize(dtype=dtype)
         return whole[slice(*self.rows)] if self.is_part else whole
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without values: whoever prints it, a debugger perhaps, need not know whether it has memory now."""
+        state = "unsharded" if has_memory(self.quantized_storage) else "without memory"
+        layout = self.quantized_storage.quantizer.describe()
+        return f"GatheredWeight({self.gathering.name!r}, {list(self.shape)}, {self.dtype}, {layout}, {state})"
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names, metadata = super().__tensor_flatten__()
