@@ -135,9 +135,9 @@ def test_blocks_that_are_not_alike_have_graphs_of_their_own() -> None:
     compile_blocks(list(blocks) * 8)
     try:
         assert torch._dynamo.config.recompile_limit == max(limit, 4 * 24)
-        mlps = [block.layernorm_mlp.spec for block in blocks]
+        mlps = [block.layernorm_mlp.traced_spec for block in blocks]
         assert mlps[0] is mlps[1] and mlps[0].name == "layers.*.layernorm_mlp" and mlps[2] != mlps[0]
-        assert blocks[0].self_attention.proj.spec.name == "layers.*.self_attention.proj"
+        assert blocks[0].self_attention.proj.traced_spec.name == "layers.*.self_attention.proj"
     finally:
         torch._dynamo.config.recompile_limit = limit
 

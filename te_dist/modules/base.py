@@ -73,7 +73,7 @@ class QuantizedLayer(CompiledCalls):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
-        gathered = gathered_weights(params)
+        gathered = self._gathered(params)
         if self._is_parallel:
             params = [local_part(param) for param in params]
         weight = params[2 if self.traced_spec.stages[0].produce == "norm" else 0]
@@ -89,6 +89,15 @@ class QuantizedLayer(CompiledCalls):
                     recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered
                 )
         return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered)
+
+    def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+        """The weights among the slots that came quantized, None if none did. A compiled graph can read the buffers of
+        parameters only: any part of a joined weight holds all of them, and so does a stack of weights."""
+        if self._first_parts and torch.compiler.is_compiling():
+            params = list(params)
+            for slot, name in self._first_parts:
+                params[slot] = getattr(self, name)
+        return gathered_weights(params)
 
     def _recipe_of_call(self) -> Recipe | None:
         """The recipe in force. Activation checkpointing computes forward again inside backward, where the scope of the
@@ -314,7 +323,7 @@ class QuantizedLayer(CompiledCalls):
             given = state_dict.get(prefix + name)
             current = getattr(self, name)
             if given is not None and (current is None or current.shape != given.shape):
-                device = next(p for p in self._slots() if p is not None).device
+                device = next(self.parameters()).device
                 setattr(self, name, torch.empty_like(given, device=device))
             elif given is None and current is not None:
                 state_dict[prefix + name] = current  # nothing to load: stays

@@ -165,13 +165,14 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
         if gathered is not None:
             if is_checkpointed():
                 self._note_traced_recomputation()
-            call.weights = [getattr(gathered[slot], name) for slot, name in call.gathered_buffers]
+            call.weights = [gathered[slot].buffer_of(name, slot) for slot, name in call.gathered_buffers]
             if call.delayed and scales is not None:
                 amaxes = torch.zeros_like(scales)
                 for slot, index in call.gathered_amaxes:
                     holder = gathered[slot]
                     assert holder is not None
-                    amaxes[index : index + 1] = holder.weight_amax
+                    at = slot if holder.is_stack else 0
+                    amaxes[index : index + 1] = holder.weight_amaxes[at : at + 1]
         elif weight_count:
             if caching and self._workspaces is not None and self._workspace_recipe is recipe:
                 call.weights = list(self._workspaces)

@@ -37,7 +37,8 @@ class DelayedState(LayerState):
     @torch.compiler.assume_constant_result
     def _ensure_delayed(self, recipe: DelayedScaling) -> None:
         """Buffers of delayed scaling for this recipe; existing ones stay, their history is cut or extended."""
-        device = next(p for p in self._slots() if p is not None).device
+        # Where the state is, if there is some: parameters may have been offloaded.
+        device = next(self.parameters()).device if self.fp8_scale is None else self.fp8_scale.device
         count, length = self.spec.scale_count, recipe.amax_history_len
         dtypes = [recipe.fp8_format.dtype(role.is_gradient) for role in roles(self.spec)]
         if self.fp8_scale is None:
@@ -58,9 +59,9 @@ class DelayedState(LayerState):
         """While Dynamo traces: also for the layers that may share this one's graph, which guards on the buffers. One
         after the other would be one graph after the other."""
         self._ensure_delayed(recipe)
-        device = self.fp8_scale.device if self.fp8_scale is not None else None
+        device = next(self.parameters()).device
         for layer in self._alike():
-            if layer.recipe is self.recipe and all(p is None or p.device == device for p in layer._slots()):
+            if layer.recipe is self.recipe and next(layer.parameters()).device == device:
                 layer._ensure_delayed(recipe)
 
     def _delayed_is_ready(self, recipe: Any) -> bool:

@@ -43,6 +43,7 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
     layer_norm_bias: Parameter | None
     weight: Parameter
     bias: Parameter | None
+    _WEIGHT_SLOT = 2
 
     def __init__(
         self,

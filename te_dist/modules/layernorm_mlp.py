@@ -125,6 +125,11 @@ class LayerNormMLP(QuantizedLayer):
             for half, part in zip(GATE_HALVES, (None, None) if whole is None else whole.detach().chunk(2), strict=True):
                 made = None if part is None else Parameter(part.clone(), requires_grad=whole.requires_grad)
                 self.register_parameter(f"fc1_{half}_{kind}", made)
+        self._first_parts = ((2, self._weight_names()[0][0]),)
+
+    def _weight_names(self) -> list[list[str]]:
+        halves = [f"fc1_{half}_weight" for half in GATE_HALVES]
+        return [halves if self.fc1_is_split else ["fc1_weight"], ["fc2_weight"]]
 
     def _fc1(self, kind: str) -> Tensor | None:
         """fc1's weight or bias, as its product reads it."""

@@ -32,6 +32,9 @@ class LayerState(torch.nn.Module):
     _is_watched = False  # by a monitor
     # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
     _is_parallel = False
+    # (slot, parameter) of each weight that is joined from several parameters, with the first of them, or that is one of
+    # several in a parameter.
+    _first_parts: tuple[tuple[int, str], ...] = ()
 
     @property
     def spec(self) -> LayerSpec:
@@ -58,3 +61,8 @@ class LayerState(torch.nn.Module):
     def _slots(self) -> list[Tensor | None]:
         """The parameters in the order of the spec's slots."""
         raise NotImplementedError(f"{type(self).__name__} must define _slots")
+
+    def _weight_names(self) -> list[list[str]]:
+        """For each weight, in the order of the slots, the parameter that holds it, or those whose rows it is joined
+        from."""
+        raise NotImplementedError(f"{type(self).__name__} must define _weight_names")

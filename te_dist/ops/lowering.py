@@ -19,6 +19,7 @@ from te_dist.formats import INPUT_DTYPES
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.compiled_call import CompiledCall, by_host_or_device, is_checkpointed, trains_with_seeds
 from te_dist.modules.delayed import Recomputed
+from te_dist.modules.gathered import check_gathered, note_recomputation
 from te_dist.modules.scopes import scope
 from te_dist.pipeline.config import IDENTITY, LayerSpec
 from te_dist.pipeline.forward import layer_forward
@@ -35,6 +36,7 @@ from te_dist.pipeline.shards import rows_per_entry
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
+from te_dist.tensors.gathered import GatheredWeight, stand_in
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import hidden_from_modes, in_backward
 
@@ -73,19 +75,23 @@ class Lowered(QuantizedLayer):
         """Everything of a call that comes before it: the configuration, quantized weights, scales."""
         recipe = self._recipe_of_call()
         params = self._slots()
-        caching = scope.depth > 0  # frozen_weights
+        gathered = self._gathered(params)
+        caching = gathered is None and scope.depth > 0  # frozen_weights; a gathered weight is its own workspace
         update = not (caching and self._workspace_fresh)
         on = torch.is_grad_enabled()
         grads = [input_grad] + [on and p is not None and p.requires_grad for p in params]
         if torch.compiler.is_compiling():
             caching = caching and not is_checkpointed()
-            call: Any = self._begin_compiled(recipe, params, grads, caching, update, None, isinstance(splits, Tensor))
+            on_device = isinstance(splits, Tensor)
+            call: Any = self._begin_compiled(recipe, params, grads, caching, update, None, on_device, gathered)
             call.any_grad = any(grads)
             call.seeded = call.draws_seeds or (
                 not any(grads) and self.training and trains_with_seeds(call.spec, recipe)
             )
         else:
-            call = self._begin_eager(recipe, params, tuple(grads), caching, update, isinstance(splits, Tensor))
+            call = self._begin_eager(
+                recipe, params, tuple(grads), caching, update, isinstance(splits, Tensor), gathered
+            )
         if caching:
             self._workspace_fresh = True
         return call
@@ -98,11 +104,17 @@ class Lowered(QuantizedLayer):
         caching: bool,
         update: bool,
         device_splits: bool,
+        gathered: list[GatheredWeight | None] | None,
     ) -> EagerCall:
-        config = self._config_of(recipe, params, grads, caching, device_splits)
+        if gathered is not None:
+            check_gathered(self._label(), recipe, gathered)
+        config = self._config_of(recipe, params, grads, caching, device_splits, gathered=gathered is not None)
+        if gathered is not None:
+            note_recomputation(config, gathered)
         call = EagerCall(config, [], torch.float32, None, None)  # type: ignore[arg-type]
         # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
-        self._fill_call(call, recipe, params, caching, update and not (caching and in_backward()))
+        update = update and not (caching and in_backward())
+        self._fill_call(call, recipe, params, caching, update, gathered=gathered)
         if self.fuse_wgrad_accumulation and config.flags.any_grad:
             self._main_grads(call, params, False)
         return call
@@ -148,7 +160,8 @@ class Lowered(QuantizedLayer):
         return _unfolded(result.out, call.lead, rows), saved
 
     def _compute_compiled(self, call: Any, x: Tensor, splits: Splits, keep: bool) -> tuple[Tensor, Saved]:
-        params = [None if p is None else p.detach() for p in self._slots()]
+        slots = self._slots()
+        params = [None if p is None else stand_in(p) if isinstance(p, GatheredWeight) else p.detach() for p in slots]
         sizes, offsets = by_host_or_device(splits)
         op = forward_op(self._is_parallel, call.seeded)
         made = op(
@@ -277,6 +290,24 @@ class ChainLayer(Lowered):
     def begin(self, input_grad: bool, splits: Splits = None) -> Any:
         self.training = self.linears[0].training
         return super().begin(input_grad, splits)
+
+    def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+        found = super()._gathered(params)
+        if found is None:
+            return None
+        for place, param in zip(self._places, found, strict=True):
+            if param is None and place is not None and place[1].startswith("weight") and place[0] in self.linears:
+                raise RuntimeError(
+                    f"{self._label()}: FSDP2 gathers some of the weights quantized and {place[1]} of "
+                    f"{place[0]._label()} in high precision (te_dist.parallel.all_gather_report says why), but they "
+                    f"run as one; shard them with quantized_all_gather='off'"
+                )
+        return found
+
+    @torch.compiler.assume_constant_result
+    def _note_traced_recomputation(self) -> None:
+        for linear in self.linears:
+            linear._note_traced_recomputation()
 
     def _ensure_delayed(self, recipe: DelayedScaling) -> None:
         """Nothing of its own."""
