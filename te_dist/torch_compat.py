@@ -158,6 +158,16 @@ def start_reduce_scatter(group: Any, output: torch.Tensor, whole: torch.Tensor) 
     return group._reduce_scatter_base(output, whole, ReduceScatterOptions())
 
 
+def start_send(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    """A message to a rank of the group."""
+    return group.send([tensor], rank, tag)
+
+
+def start_receive(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    """A message from a rank of the group, into the tensor."""
+    return group.recv([tensor], rank, tag)
+
+
 def default_store() -> Any:
     """The store through which the default group was made, or None."""
     from torch.distributed import distributed_c10d
