@@ -26,28 +26,34 @@ from te_dist.values import value_type
 class Overlapped(TensorParallel):
     """A ``TensorParallel`` that computes products in parts while others travel.
 
+    Which of the two tables counts is up to the collective: x and dx are moved by column-parallel layers, y and dy by
+    row-parallel ones. An operation of te_dist.ops may be both.
+
     Attributes:
-        methods: how each product overlaps; see te_dist/parallel/userbuffers/methods.py.
+        column, row: how each product overlaps; see te_dist/parallel/userbuffers/methods.py.
     """
 
-    methods: LayerMethods = NOTHING
+    column: LayerMethods = NOTHING
+    row: LayerMethods = NOTHING
 
     @staticmethod
-    def around(comm: TensorParallel, methods: LayerMethods) -> TensorParallel:
+    def around(
+        comm: TensorParallel, column: LayerMethods = NOTHING, row: LayerMethods = NOTHING
+    ) -> TensorParallel:
         """The same Comm with overlap; itself where nothing overlaps."""
-        if not methods.is_on or comm.size == 1 or not comm.shards_rows:
+        if comm.size == 1 or not (column.is_on or row.is_on):
             return comm
         fields = {field.name: getattr(comm, field.name) for field in dataclasses.fields(TensorParallel)}
-        return Overlapped(**fields, methods=methods)
+        return Overlapped(**fields, column=column, row=row)
 
     # ---------------------------------------------------------------------------------------- beside a product
     def start_gather(self, operands: list[Operand], beside: str = "") -> Pending[list[Operand]]:
-        if beside != "dgrad" or not self.methods.dgrad.is_on or not _can(operands):
+        if beside != "dgrad" or not self.column.dgrad.is_on or not _can(operands):
             return super().start_gather(operands, beside)
         return self._bulk_gather(operands, "dgrad")
 
     def start_reduce(self, move: Move, result: Tensor, beside: str = "") -> Pending[Tensor]:
-        is_bulk = beside == "wgrad" and self.methods.wgrad.name == BULK and move is Move.REDUCE_SCATTER
+        is_bulk = beside == "wgrad" and self.column.wgrad.name == BULK and move is Move.REDUCE_SCATTER
         if not is_bulk or not _can([result]):
             return super().start_reduce(move, result, beside)
         return self._reduce_features("wgrad", BULK, [(0, result.shape[1])], lambda first, last: result)
@@ -56,7 +62,7 @@ class Overlapped(TensorParallel):
     def gather_and_multiply(
         self, kind: str, operands: list[Operand], multiply: Multiply, keep: bool
     ) -> tuple[Pending[list[Operand]], list[Tensor]]:
-        method = self.methods.of(kind)
+        method = self.column.fprop if kind == "fprop" else self.row.dgrad
         if method.name != RING or not _can(operands):
             return super().gather_and_multiply(kind, operands, multiply, keep)
         shards = [Shard.of(operand) for operand in operands]
@@ -102,12 +108,12 @@ class Overlapped(TensorParallel):
         operands: list[Operand] = list(columns)
         if not operands:
             return None
-        if self.methods.wgrad.is_on:
+        if self.row.wgrad.is_on:
             return self._bulk_gather(operands, "wgrad")
         return super().start_gather(operands)
 
     def multiply_and_reduce(self, move: Move, product: Product, beside: str = "") -> Pending[Tensor]:
-        method = self.methods.of(product.kind)
+        method = self.row.fprop if product.kind == "fprop" else self.column.dgrad
         if move is not Move.REDUCE_SCATTER or method.name not in (RING, PIPELINE) or not _can(product.operands):
             return super().multiply_and_reduce(move, product, beside)
         if method.name == RING:

@@ -88,7 +88,7 @@ class CompiledCall:
         flags: CallFlags,
         recipe: Recipe,
         kept: list[int],
-        saves: tuple[bool, ...],
+        saves: tuple[bool, bool, str],
         weights: tuple[int, Any, Any],
         delayed: bool,
         draws_seeds: bool,
@@ -528,7 +528,7 @@ class QuantizedLayer(torch.nn.Module):
         spec = self.spec
         if not any(grads):
             seeded = self.training and _trains_with_seeds(spec, recipe)
-            op = compiled.forward_op(self._is_parallel, seeded)
+            op = compiled.forward_op(call.saves[2], seeded)
             made = op(
                 inp,
                 call.detached,

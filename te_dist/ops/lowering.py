@@ -147,7 +147,7 @@ class Lowered(QuantizedLayer):
     def _compute_compiled(self, call: Any, x: Tensor, splits: Splits, keep: bool) -> tuple[Tensor, Saved]:
         params = [None if p is None else p.detach() for p in self._slots()]
         sizes, offsets = by_host_or_device(splits)
-        op = forward_op(self._is_parallel, call.seeded)
+        op = forward_op(call.saves[2], call.seeded)
         made = op(
             x, params, call.weights, call.scales, sizes or [], offsets, self.spec, call.recipe, call.flags, x.dtype
         )
