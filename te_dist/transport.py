@@ -20,6 +20,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -236,10 +237,17 @@ def _fingerprint(what: What) -> int:
     return int.from_bytes(hashlib.blake2b(_text(what).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-@functools.lru_cache(maxsize=64)
+# By group, which must not be kept alive: what hangs on one ends with it.
+_host_waits: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
 def _blocks_host(group: Any, device_type: str) -> bool:
     """Whether the host waits for a collective of this group, as with gloo."""
-    return torch_compat.backend_of(group, torch.device(device_type)) == "gloo"
+    known = _host_waits.setdefault(group, {})
+    waits = known.get(device_type)
+    if waits is None:
+        waits = known[device_type] = torch_compat.backend_of(group, torch.device(device_type)) == "gloo"
+    return waits
 
 
 def agree(group: Any, device: torch.device, what: What) -> None:

@@ -1,4 +1,4 @@
-"""One link for each group and device, made when it is first used, closed with the group."""
+"""One link for each group and device, made when it is first used, closed before the group is destroyed and at exit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from typing import Any
 
 import torch
 
+from te_dist import torch_compat
 from te_dist.groups import resolve_group
 from te_dist.parallel.userbuffers.links import Link, MessageLink
 
-_links: dict[tuple[str, torch.device], tuple[Any, Link]] = {}
+
+class _Links:
+    made: dict[tuple[str, torch.device], tuple[Any, Link]] = {}  # noqa: RUF012 (by group and device)
+    watches_groups = False
 
 
 def link_for(group: str, device: torch.device) -> Link:
     """The link over which ranks of a group reach each other. Making one is up to each rank alone."""
     process_group = resolve_group(group, "tp_group")
-    known = _links.get((group, device))
+    known = _Links.made.get((group, device))
     if known is not None and known[0]() is process_group:
         return known[1]
+    if not _Links.watches_groups:
+        _Links.watches_groups = True
+        torch_compat.before_destroying(_close_group)
+        atexit.register(close_all)
     made: Any
     if device.type == "cuda":
         from te_dist.parallel.userbuffers.symmetric import SymmetricLink
@@ -28,26 +36,26 @@ def link_for(group: str, device: torch.device) -> Link:
         made = SymmetricLink(group, device)
     else:
         made = MessageLink(group)
-    _links[group, device] = (weakref.ref(process_group, lambda _: _forget(group, device)), made)
+    _Links.made[group, device] = (weakref.ref(process_group), made)
     return made
 
 
-def _forget(group: str, device: torch.device) -> None:
-    known = _links.get((group, device))
-    if known is not None and known[0]() is None:
-        close(group, device)
+def _close_group(group: Any) -> None:
+    """Of a group that is about to end, or of all."""
+    name = getattr(group, "group_name", None)
+    for key in list(_Links.made):
+        if group is None or key[0] == name:
+            close(*key)
 
 
 def close(group: str, device: torch.device) -> None:
     """Give back the memory of a group's link. All ranks have finished with it."""
-    known = _links.pop((group, device), None)
+    known = _Links.made.pop((group, device), None)
     release = getattr(known[1], "close", None) if known is not None else None
     if release is not None:
         with contextlib.suppress(Exception):  # the driver may be gone before us
             release()
 
 
-@atexit.register
 def close_all() -> None:
-    for group, device in list(_links):
-        close(group, device)
+    _close_group(None)

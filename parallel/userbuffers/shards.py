@@ -89,7 +89,7 @@ class Parcel:
         at = 0
         made: list[Operand | None] = []
         for operand, count in zip(self.operands, self.counts, strict=True):
-            parts = [t.view(-1, *t.shape[2:]) if t.dim() > 1 else t for t in places[at : at + count]]
+            parts = [t.flatten(0, 1) for t in places[at : at + count]]
             ranks = places[at].shape[0] if count else 1
             at += count
             if isinstance(operand, QuantizedStorage):
