@@ -13,6 +13,7 @@ from te_dist.parallel.userbuffers.capability import OverlapUnavailable
 from te_dist.parallel.userbuffers.choice import overlapped, set_overlap
 from te_dist.parallel.userbuffers.comm import Overlapped
 from te_dist.parallel.userbuffers.methods import LayerMethods, Method, read_table
+from te_dist.parallel.userbuffers.registry import reserve
 from te_dist.parallel.userbuffers.report import OverlapReport, overlap_report
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "overlap_report",
     "overlapped",
     "read_table",
+    "reserve",
     "set_overlap",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_dist import torch_compat
-from te_dist.groups import resolve_group
+from te_dist.groups import GroupLike, resolve_group
 from te_dist.parallel.userbuffers.links import Link, MessageLink
 
 
@@ -55,6 +55,21 @@ def close(group: str, device: torch.device) -> None:
     if release is not None:
         with contextlib.suppress(Exception):  # the driver may be gone before us
             release()
+
+
+def reserve(group: GroupLike, size: int, device: torch.device | str | None = None) -> None:
+    """Have `size` bytes of workspace for overlap over a group, before a CUDA graph is captured. All ranks call this.
+
+    Running the layers once does it as well; on the CPU there is nothing to reserve.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"reserve expects a positive number of bytes but got {size!r}")
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    name = str(resolve_group(group, "group").group_name)
+    link: Any = link_for(name, torch.device(device))
+    if hasattr(link, "reserve"):
+        link.reserve(size)
 
 
 def close_all() -> None:
