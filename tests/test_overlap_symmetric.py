@@ -125,7 +125,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Machine]:
 
 
 def run_ranks(
-    machine: Machine, job: Callable[[SymmetricLink, random.Random], None], delay: float, first_delay: float | None = None
+    machine: Machine,
+    job: Callable[[SymmetricLink, random.Random], None],
+    delay: float,
+    first_delay: float | None = None,
 ) -> None:
     """`delay`: the longest before anything on a lane; `first_delay`: on that of rank 0."""
     failures: list[BaseException] = []
