@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -285,3 +286,47 @@ def links_go_with_their_group(rank: int, world: int) -> None:
 
 def test_a_link_ends_with_its_group(rank_pools: Pools) -> None:
     rank_pools(2).run(links_go_with_their_group)
+
+
+# ------------------------------------------------------------------------------------------------- the documentation
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def examples_run(rank: int, world: int, examples: list[str]) -> str:
+    names: dict[str, Any] = {"__name__": "docs"}
+    for example in examples:
+        exec(compile(example, "overlap.md", "exec"), names)
+    return str(names["report"])
+
+
+def test_the_examples_of_the_documentation_run(rank_pools: Pools) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / "overlap.md").read_text(), re.DOTALL)
+    assert len(examples) == 4
+    for text in rank_pools(2).run(examples_run, examples):
+        shown = [line.split() for line in text.splitlines()]
+        assert ["0.self_attention.layernorm_qkv", "forward", "fprop", "ring_exchange", "2", "1", "33,792"] in [
+            line[:7] for line in shown
+        ], text
+        assert ["0.self_attention.proj", "forward", "fprop", "pipeline", "2", "1", "65,536"] in [
+            line[:7] for line in shown
+        ], text
+
+
+def test_the_documented_methods_are_those_that_there_are() -> None:
+    """Rows of the table: layer, product, method; an empty cell repeats the one above."""
+    from te_dist.parallel.userbuffers.methods import ALLOWED
+
+    text = (DOCS / "overlap.md").read_text()
+    found: dict[tuple[bool, str], list[str]] = {}
+    layer = product = ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 4 or cells[0] in ("layer", "---"):
+            continue
+        layer, product = cells[0] or layer, cells[1] or product
+        found.setdefault(("row" in layer, product), []).append(cells[2].strip("`"))
+    assert {key: sorted(value) for key, value in found.items()} == {
+        key: sorted(set(value) - {"off"}) for key, value in ALLOWED.items()
+    }
+    for (is_row, product), methods in found.items():
+        assert methods[0] == DEFAULTS["row" if is_row else "column"].of(product).name
