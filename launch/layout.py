@@ -85,7 +85,7 @@ def apply_tensor_parallel(model: nn.Module, layout: Layout, config: TrainConfig)
     mesh = layout.mesh["tp"]
     plan = {f"layers.{index}": "column" for index in range(len(model.layers))}
     plan |= {"embed": "row", "norm": "sequence" if config.sp else "replicate", "head": "column"}
-    te_dist.parallel.parallelize(model, mesh, plan, sequence_parallel=config.sp)
+    te_dist.parallel.parallelize(model, mesh, plan, sequence_parallel=config.sp, overlap=config.overlap)
     model.tie()
     model.loss = functools.partial(
         te_dist.parallel.vocab_parallel_cross_entropy, group=mesh.get_group(), vocab_size=model.size.vocab_size

@@ -46,6 +46,13 @@ from te_dist.parallel.report import Collective, CommReport, comm_report
 from te_dist.parallel.rng import RankStream, rank_stream, seed_streams
 from te_dist.parallel.sequence import sequence_shards, shard_sizes
 from te_dist.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from te_dist.parallel.userbuffers import (
+    OverlapReport,
+    OverlapUnavailable,
+    overlap_report,
+    overlapped,
+    set_overlap,
+)
 from te_dist.transport import RankFailed, RanksDisagree
 
 __all__ = [
@@ -61,6 +68,8 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "OverlapReport",
+    "OverlapUnavailable",
     "PendingSave",
     "RMSNorm",
     "RankFailed",
@@ -85,6 +94,8 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "materialize",
+    "overlap_report",
+    "overlapped",
     "parallelize",
     "rank_stream",
     "reduce_from_tensor_parallel",
@@ -94,6 +105,7 @@ __all__ = [
     "scatter_to_sequence_parallel",
     "seed_streams",
     "sequence_shards",
+    "set_overlap",
     "shard_sizes",
     "vocab_parallel_cross_entropy",
 ]

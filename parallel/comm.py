@@ -117,12 +117,12 @@ class TensorParallel(Comm):
         is_whole = operand == ("grad_output" if self._is_row else "input")
         return None if is_whole or self.amax == "local" else self.group
 
-    def start_gather(self, operands: list[Operand]) -> Pending[list[Operand]]:
+    def start_gather(self, operands: list[Operand], beside: str = "") -> Pending[list[Operand]]:
         if kernels.is_shapes_only():
             return Done([_gathered_shape(operand, self.size) for operand in operands])
         return start_gather(operands, resolve_group(self.group, "tp_group"))
 
-    def start_reduce(self, move: Move, result: Tensor) -> Pending[Tensor]:
+    def start_reduce(self, move: Move, result: Tensor, beside: str = "") -> Pending[Tensor]:
         if move is Move.NONE:
             return Done(result)
         if kernels.is_shapes_only():

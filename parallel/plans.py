@@ -25,6 +25,8 @@ from te_dist.parallel.modules import (
 )
 from te_dist.parallel.norms import can_be_sequence_parallel, make_sequence_parallel
 from te_dist.parallel.shared import SharedGather
+from te_dist.parallel.userbuffers.choice import Choice, Config, apply_overlap, check_choice
+from te_dist.parallel.userbuffers.methods import read_table
 from te_dist.transport import AGREEMENT, state
 
 SEQUENCE, REPLICATE, GATHER = "sequence", "replicate", "gather"
@@ -40,6 +42,8 @@ def parallelize(
     keep_gathered: bool = False,
     reduce_dtype: torch.dtype | None = None,
     amax: str = "global",
+    overlap: Choice = "off",
+    overlap_config: Config = None,
 ) -> nn.Module:
     """Spread a model's layers over the ranks of a one-dimensional mesh, in place.
 
@@ -63,6 +67,8 @@ def parallelize(
             te_dist layer in high precision; te_dist.convert first, to quantize it.
         sequence_parallel: between the layers, rows (the first dimension) are spread over the ranks.
         keep_gathered, reduce_dtype, amax: see ``TensorParallel``.
+        overlap: "off", "auto" or "require", or name patterns of layers to those: whether communication runs beside the
+            products that it belongs to. overlap_config: how, by product. See ``set_overlap``.
 
     Example:
         >>> import te_dist, torch
@@ -76,6 +82,8 @@ def parallelize(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f'parallelize expects a DeviceMesh of one dimension, as mesh["tp"], but got {mesh}')
     resolve_group(mesh, "mesh")
+    check_choice(overlap)
+    table = read_table(overlap_config)
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ValueError(f"parallelize expects plan[{pattern!r}] in {STYLES} but got {style!r}")
@@ -102,7 +110,7 @@ def parallelize(
     for name, module in gathered:
         if sequence_parallel:
             SharedGather.attach(module, mesh, name)
-    return model
+    return model if overlap == "off" else apply_overlap(model, overlap, table)
 
 
 def apply_style(

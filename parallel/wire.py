@@ -25,6 +25,7 @@ transpose the rows run along the second dimension, so shards come back one below
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -85,6 +86,23 @@ def row_layout(quantizer: Quantizer) -> dict[str, Rows | None]:
     )
 
 
+def column_layout(quantizer: Quantizer) -> dict[str, Rows]:
+    """Where the columns of a tensor are in the buffers of its column plane, as ``row_layout`` says it of the rows."""
+    if isinstance(quantizer, IdentityQuantizer):
+        return {"_hp_data": Rows(1)}
+    if isinstance(quantizer, Float8QuantizerBase):
+        return {"_transpose": Rows(0)}
+    if isinstance(quantizer, Float8BlockQuantizer):
+        blocks = quantizer.block_scaling_dim == 2
+        return {"_columnwise_data": Rows(0), "_columnwise_scale_inv": Rows(0, BLOCK_SIZE) if blocks else Rows(1)}
+    if isinstance(quantizer, MXFP8Quantizer):
+        return {"_columnwise_data": Rows(1), "_columnwise_scale_inv": Rows(1)}
+    if isinstance(quantizer, NVFP4Quantizer):
+        return {"_columnwise_data": Rows(0), "_columnwise_scale_inv": Rows(0)}
+    row_layout(quantizer)  # raises
+    raise AssertionError(f"{type(quantizer).__name__} has a layout of rows and none of columns")
+
+
 def check_shard(quantizer: Quantizer, rows: int, what: str) -> None:
     """Raise ValueError if shards of so many rows do not add up to the blocks of the whole. Same on every rank."""
     block = quantizer.block_rows
@@ -127,6 +145,46 @@ def incoming(storage: QuantizedStorage, gathered: list[Tensor], ranks: int) -> Q
             whole = whole.view(ranks, depth, width).permute(1, 0, 2)
         buffers[name] = _padded(whole, specs[name][0])
     return type(storage)._around(buffers, shape, storage.dtype, storage.quantizer)
+
+
+def some_rows(matrix: Tensor | QuantizedStorage, first: int, count: int) -> Tensor | QuantizedStorage:
+    """Rows of a matrix, of whole blocks: a plain one's, or the row plane of a quantized one's. Data are not copied
+    where they lie together; scales are, because their padding differs."""
+    if isinstance(matrix, Tensor):
+        return matrix.narrow(0, first, count)
+    quantizer = matrix.quantizer.with_usage(rowwise=True, columnwise=False)
+    return _some(matrix, quantizer, row_layout(quantizer), (count, matrix.shape[1]), first, count)
+
+
+def some_columns(matrix: Tensor | QuantizedStorage, first: int, count: int) -> Tensor | QuantizedStorage:
+    """Columns of a matrix, of whole blocks: a plain one's, or the column plane of a quantized one's."""
+    if isinstance(matrix, Tensor):
+        return matrix.narrow(1, first, count)
+    quantizer = matrix.quantizer.with_usage(rowwise=False, columnwise=True)
+    return _some(matrix, quantizer, column_layout(quantizer), (matrix.shape[0], count), first, count)
+
+
+def _some(
+    matrix: QuantizedStorage,
+    quantizer: Quantizer,
+    layout: Mapping[str, Rows | None],
+    shape: tuple[int, int],
+    first: int,
+    count: int,
+) -> QuantizedStorage:
+    specs = quantizer.layout_quantizer()._describe_buffers(shape, matrix.dtype)
+    buffers: dict[str, Tensor] = {}
+    for name, (size, _) in specs.items():
+        where, whole = layout.get(name), getattr(matrix, name)
+        if where is None:
+            buffers[name] = whole
+        elif first % where.per:
+            raise AssertionError(f"{name} has one entry for {where.per}, so a part cannot begin at {first}")
+        else:
+            # Of a buffer that is padded a last part takes less than it could.
+            entries = min(-(-count // where.per), whole.shape[where.dim] - first // where.per)
+            buffers[name] = _padded(whole.narrow(where.dim, first // where.per, entries), size)
+    return type(matrix)._around(buffers, torch.Size(shape), matrix.dtype, quantizer)
 
 
 def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:

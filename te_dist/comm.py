@@ -1,12 +1,14 @@
 """Comm: what a stage knows of communication. One process talks to nobody; te_dist.parallel supplies the rest.
 
 A Comm is a frozen value (it is part of a compiled graph's constants), so a group is in it by name only. Its methods
-run inside ops: ``start_gather`` on operands, ``start_reduce`` on results.
+run inside ops: ``start_gather`` on operands, ``start_reduce`` on results, and both of them around a product that may
+be computed in parts while others travel: ``gather_and_multiply`` and ``multiply_and_reduce``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,6 +17,32 @@ from te_dist.plan import PLANS, Move, Plan
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.transport import Done, Pending
 from te_dist.values import Value, value_type
+
+Operand = Tensor | QuantizedStorage
+# Products of operands, one for each group, of which there is one in a dense layer.
+Multiply = Callable[[list[Operand]], list[Tensor]]
+
+
+@dataclasses.dataclass(slots=True)
+class Product:
+    """A product whose result is reduced, before it is computed.
+
+    Attributes:
+        kind: "fprop" or "dgrad".
+        operands: x or dy of each group; all ranks' rows, one rank's after the other's.
+        weights: of each group, as the product reads them.
+        multiply: the products of some rows of the operands with some features of the weights, by group.
+        arrange: the whole results of the groups as one tensor, in which each rank's rows lie together.
+    """
+
+    kind: str
+    operands: list[Operand]
+    weights: list[Operand]
+    multiply: Callable[[list[Operand], list[Operand]], list[Tensor]]
+    arrange: Callable[[list[Tensor]], Tensor]
+
+    def whole(self) -> Tensor:
+        return self.arrange(self.multiply(self.operands, self.weights))
 
 
 @value_type
@@ -61,13 +89,31 @@ class Comm(Value):
         """Over which group the amax of "input", "weight" or "grad_output" is reduced; None: of what is here."""
         return None
 
-    def start_gather(self, operands: list[Tensor | QuantizedStorage]) -> Pending[list[Tensor | QuantizedStorage]]:
-        """All ranks' rows of every operand; shapes are equal on all ranks."""
+    def start_gather(self, operands: list[Operand], beside: str = "") -> Pending[list[Operand]]:
+        """All ranks' rows of every operand; shapes are equal on all ranks.
+
+        `beside`: the product that runs meanwhile ("dgrad"), if there is one.
+        """
         return Done(operands)
 
-    def start_reduce(self, move: Move, result: Tensor) -> Pending[Tensor]:
-        """A result after its move; it is given in ``wire_dtype`` where there is one."""
+    def start_reduce(self, move: Move, result: Tensor, beside: str = "") -> Pending[Tensor]:
+        """A result after its move; it is given in ``wire_dtype`` where there is one. `beside`: as above ("wgrad")."""
         return Done(result)
+
+    def gather_and_multiply(
+        self, kind: str, operands: list[Operand], multiply: Multiply, keep: bool
+    ) -> tuple[Pending[list[Operand]], list[Tensor]]:
+        """All ranks' rows of the operands, and the results of their products; the former only if they are kept.
+
+        `multiply` reads row planes alone, and each of its results has the rows of its operand. An implementation may
+        call it several times, with some ranks' rows each.
+        """
+        whole = self.start_gather(operands).wait()
+        return Done(whole), multiply(whole)
+
+    def multiply_and_reduce(self, move: Move, product: Product, beside: str = "") -> Pending[Tensor]:
+        """The product's result after its move."""
+        return self.start_reduce(move, product.whole(), beside)
 
     def sum_gradient(self, partial: Tensor) -> Tensor:
         """The gradient of a parameter that every rank has for its own rows only."""

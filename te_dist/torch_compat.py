@@ -4,8 +4,9 @@ missing or refuses degrades to a no-op that says so in its return value, and nev
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +159,16 @@ def start_reduce_scatter(group: Any, output: torch.Tensor, whole: torch.Tensor) 
     return group._reduce_scatter_base(output, whole, ReduceScatterOptions())
 
 
+def start_send(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    """A message to a rank of the group."""
+    return group.send([tensor], rank, tag)
+
+
+def start_receive(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    """A message from a rank of the group, into the tensor."""
+    return group.recv([tensor], rank, tag)
+
+
 def default_store() -> Any:
     """The store through which the default group was made, or None."""
     from torch.distributed import distributed_c10d
@@ -209,3 +220,48 @@ def allow_graphs(count: int) -> None:
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * count)
+
+
+# ------------------------------------------------------------------------------------------------- ends of groups
+def before_destroying(callback: Callable[[Any], None]) -> None:
+    """Call `callback(group)` before a process group is destroyed; with None, before all are. torch has no such hook, so
+    its function is wrapped; who imported that by name earlier goes past the wrapper."""
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        callback(group)
+        original(group)
+
+    distributed_c10d.destroy_process_group = destroy_process_group
+    torch.distributed.destroy_process_group = destroy_process_group
+
+
+# ------------------------------------------------------------------------------------------------- symmetric memory
+def missing_symmetric_memory(device: torch.device) -> str:
+    """Why this torch has no symmetric memory on the device; "" if it has."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError:
+        return f"torch {torch.__version__} was built without symmetric memory"
+    if not hasattr(_SymmetricMemory, "empty_strided_p2p"):
+        return f"torch {torch.__version__} has no _SymmetricMemory.empty_strided_p2p"
+    return ""
+
+
+def allocate_symmetric(size: int, device: torch.device, group_name: str) -> tuple[torch.Tensor, Any]:
+    """`size` bytes that all ranks of the group can reach, and the handle by which they do. All ranks call this."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    memory = _SymmetricMemory.empty_strided_p2p((size,), [1], torch.uint8, device, group_name)
+    return memory, _SymmetricMemory.rendezvous(memory)
+
+
+def group_timeout(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective of the group counts as failed; torch's default if the group does not say."""
+    try:
+        return float(group._get_backend(torch.device(device.type)).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 600.0

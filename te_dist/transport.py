@@ -16,8 +16,11 @@ import contextlib
 import functools
 import hashlib
 import os
+import queue
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -234,10 +237,17 @@ def _fingerprint(what: What) -> int:
     return int.from_bytes(hashlib.blake2b(_text(what).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-@functools.lru_cache(maxsize=64)
+# By group, which must not be kept alive: what hangs on one ends with it.
+_host_waits: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
 def _blocks_host(group: Any, device_type: str) -> bool:
     """Whether the host waits for a collective of this group, as with gloo."""
-    return torch_compat.backend_of(group, torch.device(device_type)) == "gloo"
+    known = _host_waits.setdefault(group, {})
+    waits = known.get(device_type)
+    if waits is None:
+        waits = known[device_type] = torch_compat.backend_of(group, torch.device(device_type)) == "gloo"
+    return waits
 
 
 def agree(group: Any, device: torch.device, what: What) -> None:
@@ -282,14 +292,26 @@ def _record(kind: str, group: Any, tensor: Tensor | Sequence[Tensor], payload: s
         recorder((kind, str(group.group_name), dtype, size, state.layer, state.phase, payload))
 
 
-def _begin(kind: str, group: Any, tensors: Sequence[Tensor], payload: str) -> tuple[bool, What]:
+def _begin(
+    kind: str, group: Any, tensors: Sequence[Tensor], payload: str, device: torch.device | None = None
+) -> tuple[bool, What]:
     name = group.group_name
     _tell_before_dying(name)
     what = (kind, payload, state.layer, state.phase, tuple([(t.dtype, t.shape) for t in tensors]))
-    agree(group, tensors[0].device, what)
+    device = tensors[0].device if device is None else device
+    agree(group, device, what)
     state.started[name] = state.started.get(name, 0) + 1
     _record(kind, group, tensors, payload)
-    return _blocks_host(group, tensors[0].device.type), what
+    return _blocks_host(group, device.type), what
+
+
+def begin_exchange(kind: str, group: Any, tensors: Sequence[Tensor], device: torch.device, payload: str) -> What:
+    """Announce a collective that te_dist.parallel.userbuffers carries out by itself: ranks agree, and it is counted.
+
+    Args:
+        tensors: what this rank hands over; on the meta device where it is yet to be computed.
+    """
+    return _begin(kind, group, tensors, payload, device)[1]
 
 
 def all_gather(inputs: Sequence[Tensor], group: Any, payload: str = "") -> Pending[list[Tensor]]:
@@ -344,3 +366,90 @@ def reduce_scatter(whole: Tensor, group: Any, payload: str = "") -> Pending[Tens
         return Pending(work, lambda: out.copy_(total.chunk(group.size())[group.rank()]), group, polls, what, total)
     work = torch_compat.start_reduce_scatter(group, out, whole)
     return Pending(work, lambda: out, group, polls, what, whole)
+
+
+# ------------------------------------------------------------------------------------------------- messages
+_FIRST_TAG = 1 << 20  # above those that a user's own messages over the group are likely to have
+_TAGS = 1 << 20
+
+
+class _Watched:
+    """A message that another thread waits for: a message of gloo cannot be asked whether it is there."""
+
+    __slots__ = ("done", "error", "work")
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.done = work, threading.Event()
+        self.error: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Messages:
+    """Messages between the ranks of a group that belong to one exchange; see ``begin_exchange`` for `what`.
+
+    All ranks start their exchanges over a group in the same order, by which their messages find each other. The host
+    waits: this is for gloo, and for tensors on the CPU. Tensors belong to the exchange until ``finish``.
+    """
+
+    def __init__(self, group: Any, what: What) -> None:
+        self._group, self._what = group, what
+        number = state.started.get(group.group_name, 0)
+        self._tag = _FIRST_TAG + number % _TAGS
+        self._queue: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._sent: list[_Watched] = []
+        self._kept: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+
+    def send(self, rank: int, tensor: Tensor) -> None:
+        if tensor.numel():
+            tensor = tensor.contiguous()
+            self._kept.append(tensor)
+            self._sent.append(_Watched(torch_compat.start_send(self._group, tensor, rank, self._tag)))
+
+    def receive(self, rank: int, tensor: Tensor) -> _Watched | None:
+        """What to ``wait`` for; `tensor` is contiguous."""
+        if not tensor.numel():
+            return None
+        watched = _Watched(torch_compat.start_receive(self._group, tensor, rank, self._tag))
+        self._watch(watched)
+        return watched
+
+    def wait(self, message: _Watched | None) -> None:
+        if message is None:
+            return
+        try:
+            _wait(message, self._group, True, self._what)
+        except BaseException:
+            self._queue.put(None)  # nobody waits for the rest
+            raise
+
+    def finish(self) -> None:
+        """Until everything that was sent has left; all that was to be received has been waited for."""
+        for message in self._sent:
+            self._watch(message)
+        for message in self._sent:
+            self.wait(message)
+        self._queue.put(None)
+        self._sent.clear()
+        self._kept.clear()
+
+    def _watch(self, message: _Watched) -> None:
+        self._queue.put(message)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._waits, daemon=True, name="te_dist messages")
+            self._thread.start()
+
+    def _waits(self) -> None:
+        while (message := self._queue.get()) is not None:
+            try:
+                message.work.wait()
+            except BaseException as error:
+                message.error = error
+            message.done.set()

@@ -280,6 +280,14 @@ for _function in (quantize_weights, layer_forward, layer_forward_seeded, layer_b
     pure_op(_name, tags=_tags)(_function)
     torch.fx.node.has_side_effect(getattr(torch.ops.te_dist, _name).default)
 
+# A single product with its collective goes by a name that says so (``LayerSpec.fused_op``). How the two overlap is
+# up to the Comm in the spec.
+for _fused in ("all_gather_linear", "linear_reduce_scatter"):
+    for _function, _name in ((layer_forward, _fused), (layer_forward_seeded, f"{_fused}_seeded")):
+        _tags = (torch.Tag.nondeterministic_seeded,) if _function is layer_forward_seeded else ()
+        pure_op(_name, tags=_tags)(_function)
+        torch.fx.node.has_side_effect(getattr(torch.ops.te_dist, _name).default)
+
 
 # ------------------------------------------------------------------------------------------------- small ones
 @mutating_op("advance_scales", ("history", "scales"))
@@ -295,8 +303,15 @@ def record_amaxes(history: Tensor, amaxes: Tensor, of_forward: bool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- autograd
-def forward_op(communicates: bool, draws_seeds: bool) -> Any:
-    if communicates:
+def forward_op(exchange: str, draws_seeds: bool) -> Any:
+    """`exchange`: as in ``shapes_of``."""
+    if exchange == "all_gather_linear":
+        return torch.ops.te_dist.all_gather_linear_seeded if draws_seeds else torch.ops.te_dist.all_gather_linear
+    if exchange == "linear_reduce_scatter":
+        if draws_seeds:
+            return torch.ops.te_dist.linear_reduce_scatter_seeded
+        return torch.ops.te_dist.linear_reduce_scatter
+    if exchange:
         if draws_seeds:
             return torch.ops.te_dist.layer_forward_seeded_exchanged
         return torch.ops.te_dist.layer_forward_exchanged
@@ -321,7 +336,7 @@ class CompiledLayer(torch.autograd.Function):
         splits: list[int],
         weight_count: int,
         kept_weights: list[int],
-        saves: tuple[bool, bool, bool],
+        saves: tuple[bool, bool, str],
         delayed: bool,
         draws_seeds: bool,
         offsets: Optional[Tensor],
@@ -332,8 +347,8 @@ class CompiledLayer(torch.autograd.Function):
         weights, params = tensors[:weight_count], tensors[weight_count:]
         if flags.gathered:
             params = tuple([stand_in(p) for p in params])
-        saves_input, saves_norm, exchanges = saves
-        op = forward_op(exchanges, draws_seeds)
+        saves_input, saves_norm, exchange = saves
+        op = forward_op(exchange, draws_seeds)
         made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
         seeds = None
         if draws_seeds:
@@ -346,7 +361,7 @@ class CompiledLayer(torch.autograd.Function):
         kept = [weights[i] for i in kept_weights]
         ctx.counts = (len(kept), len(params))
         ctx.no_gradients = (None,) * (13 + weight_count)
-        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype, exchanges)
+        ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype, bool(exchange))
         norm_output = [made[1]] if saves_norm else []
         ctx.x_shape = x.shape
         ctx.save_for_backward(
@@ -397,9 +412,9 @@ class CompiledLayer(torch.autograd.Function):
         return dx, *ctx.no_gradients, *dparams
 
 
-def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, bool]]:
+def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, str]]:
     """Which of the weight buffers backward keeps, whether it needs the input and the returned norm's output, and
-    whether other ranks take part: constants of a compiled call."""
+    what other ranks take part in ("" if in nothing): constants of a compiled call."""
     kept: list[int] = []
     at = 0
     for stage in config.stages:
@@ -411,4 +426,5 @@ def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, bool]]:
             wanted = [] if plane is None else list(plane._describe_buffers((32, 32)))
             kept.extend(at + i for i, name in enumerate(names) if name in wanted)
             at += len(names)
-    return kept, (needs_input(config), saves_norm_output(config), config.communicates)
+    exchange = (config.spec.fused_op or "layer") if config.communicates else ""
+    return kept, (needs_input(config), saves_norm_output(config), exchange)

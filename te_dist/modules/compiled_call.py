@@ -61,7 +61,7 @@ class CompiledCall:
         flags: CallFlags,
         recipe: Recipe,
         kept: list[int],
-        saves: tuple[bool, ...],
+        saves: tuple[bool, bool, str],
         weights: tuple[int, Any, Any],
         delayed: bool,
         draws_seeds: bool,
@@ -113,7 +113,7 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
         spec = call.spec
         if not any(grads):
             seeded = self.training and trains_with_seeds(spec, recipe)
-            op = compiled.forward_op(self._is_parallel, seeded)
+            op = compiled.forward_op(call.saves[2], seeded)
             made = op(
                 inp,
                 call.detached,

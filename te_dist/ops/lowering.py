@@ -163,7 +163,7 @@ class Lowered(QuantizedLayer):
         slots = self._slots()
         params = [None if p is None else stand_in(p) if isinstance(p, GatheredWeight) else p.detach() for p in slots]
         sizes, offsets = by_host_or_device(splits)
-        op = forward_op(self._is_parallel, call.seeded)
+        op = forward_op(call.saves[2], call.seeded)
         made = op(
             x, params, call.weights, call.scales, sizes or [], offsets, call.spec, call.recipe, call.flags, x.dtype
         )

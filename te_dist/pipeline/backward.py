@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels, transport
-from te_dist.comm import Comm
+from te_dist.comm import Comm, Product
 from te_dist.gemm import gemm
 from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import BwdArgs, BwdResult, StageSaved, TensorOrQuantized
@@ -126,7 +126,7 @@ def _group_products(
     if stage.needs_dgrad:
         dy = quantized if stage.dgrad and quantized is not None else plain
         assert dy is not None
-        da = _dgrad(args, stage, dy, args.weights[index][group], rows)
+        da = first_rows(_dgrad(args, stage, dy, _dgrad_weight(args, stage, dy, args.weights[index][group])), rows)
         del dy
     if stage.needs_wgrad:
         if stage.wgrad and quantized is not None:
@@ -145,6 +145,8 @@ def _exchanged_products(
 
     quantize dy   [gather dy]   dgrad             wgrad
     gather x ...............................      reduce dx .....   (both while products run)
+
+    A Comm that overlaps computes dgrad in parts while dy arrives, or while parts of dx are on their way.
     """
     comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
     spread = None if args.rows is None else args.rows[index]
@@ -154,33 +156,59 @@ def _exchanged_products(
     pending_x: Pending[list[TensorOrQuantized]] = Done(xs)
     if stage.needs_wgrad:
         xs = [_kept_input(args, stage, saved, group, spread) for group in groups]
-        pending_x = comm.start_gather(xs) if gathers_x else Done(xs)
-    quantized, plain, rows = _exchanged_gradients(args, stage, source, spread, result)
+        pending_x = comm.start_gather(xs, "dgrad") if gathers_x else Done(xs)
+    dy, rows = _exchanged_gradients(args, stage, source, spread, result)
     del source
+    quantized = 0 if stage.dy is None else spec.weights  # what is in high precision comes behind as many
+    pending_dy: Pending[list[TensorOrQuantized]] = Done(dy)
     pending_dx: Pending[Tensor] | None = None
-    wire_dtype = None if plan.dx is Move.NONE else comm.wire_dtype
     if stage.needs_dgrad:
-        das = []
-        for group in groups:
-            dy = quantized[group] if stage.dgrad and quantized else plain[group]
-            da = _dgrad(args, stage, dy, args.weights[index][group], rows[group], wire_dtype)
-            das.append(da if spread is None or plan.dx is Move.REDUCE_SCATTER else spread[group].drop_whole(da))
-        if plan.dx is Move.REDUCE_SCATTER and spread is not None:
-            whole = by_rank(das, spread)
+        is_reduced = plan.dx is not Move.NONE
+        wire_dtype = comm.wire_dtype if is_reduced else None
+        first = 0 if stage.dgrad else quantized
+        weights = [_dgrad_weight(args, stage, dy[first + g], args.weights[index][g]) for g in groups]
+
+        def multiply(some: list[TensorOrQuantized], features: list[TensorOrQuantized]) -> list[Tensor]:
+            at = 0 if stage.dgrad else quantized
+            return [_dgrad(args, stage, some[at + g], features[g], wire_dtype) for g in groups]
+
+        if plan.dy is Move.ALL_GATHER and not is_reduced:
+            pending_dy, das = comm.gather_and_multiply(
+                "dgrad", dy, lambda some: multiply(some, weights), stage.needs_wgrad
+            )
+            assert spread is not None
+            das = [g.drop_whole(da) for g, da in zip(spread, das, strict=True)]
+            pending_dx = Done(das[0] if len(das) == 1 else torch.cat(das))
+            del das
         else:
-            whole = das[0] if len(das) == 1 else torch.cat(das)
-        del das
-        pending_dx = comm.start_reduce(plan.dx, whole)
-        del whole
+            if plan.dy is Move.ALL_GATHER:
+                pending_dy = Done(comm.start_gather(dy).wait())
+
+            def arrange(das: list[Tensor]) -> Tensor:
+                if spread is not None and plan.dx is Move.REDUCE_SCATTER:
+                    return by_rank(das, spread)
+                if spread is not None:
+                    das = [g.drop_whole(da) for g, da in zip(spread, das, strict=True)]
+                else:
+                    das = [first_rows(da, size) for da, size in zip(das, rows, strict=True)]
+                return das[0] if len(das) == 1 else torch.cat(das)
+
+            product = Product("dgrad", pending_dy.wait(), weights, multiply, arrange)
+            pending_dx = comm.multiply_and_reduce(plan.dx, product, "wgrad" if stage.needs_wgrad else "")
+            del product
+    elif stage.needs_wgrad and plan.dy is Move.ALL_GATHER:
+        pending_dy = comm.start_gather(dy)
     if stage.needs_wgrad:
+        whole = pending_dy.wait()
+        first = 0 if stage.wgrad else quantized
         for group, x in enumerate(pending_x.wait()):
-            dy = plain[group] if not (stage.wgrad and quantized) else quantized[group]
-            if stage.wgrad and isinstance(dy, QuantizedStorage):
+            operand = whole[first + group]
+            if stage.wgrad and isinstance(operand, QuantizedStorage):
                 assert stage.dy_column is not None
-                dy = dy._planes_of(stage.dy_column)
+                operand = operand._planes_of(stage.dy_column)
             if stage.dequantized_backward or not stage.wgrad:
                 x = high_precision(x, args.x_dtype)
-            _wgrad(args, stage, dy, x, stage.weight_slot + group, result)
+            _wgrad(args, stage, operand, x, stage.weight_slot + group, result)
     if pending_dx is None:
         return None
     da = pending_dx.wait()
@@ -191,8 +219,9 @@ def _exchanged_products(
 
 def _exchanged_gradients(
     args: BwdArgs, stage: StageConfig, source: Producer, spread: list[GroupRows] | None, result: BwdResult
-) -> tuple[list[QuantizedStorage], list[Tensor], list[int]]:
-    """dy of every group as the products read it: quantized, in high precision, or both; and its rows."""
+) -> tuple[list[TensorOrQuantized], list[int]]:
+    """dy of every group as the products read it, before it is gathered: quantized, in high precision, or first all
+    quantized and then all in high precision. And its rows."""
     comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
     gathers = plan.dy is Move.ALL_GATHER
     sizes = [source.shape[0]]
@@ -225,12 +254,7 @@ def _exchanged_gradients(
             # A row-parallel layer's bias met this rank's rows only: the others' sums are missing.
             sums = _column_sums(part, torch.float32 if gathers else dtype)
             result.dparams[slot] = comm.sum_gradient(sums).to(dtype) if gathers else sums
-    if gathers and (stage.needs_dgrad or stage.needs_wgrad):
-        together = comm.start_gather([*quantized, *plain]).wait()
-        quantized = [t for t in together if isinstance(t, QuantizedStorage)]
-        plain = [t for t in together if isinstance(t, Tensor)]
-    rows = sizes if spread is None else [g.padded_whole for g in spread]
-    return quantized, plain, rows
+    return [*quantized, *plain], sizes
 
 
 def _column_sums(part: Producer, dtype: torch.dtype) -> Tensor:
@@ -260,23 +284,28 @@ def _plain_gradient(stage: StageConfig, source: Producer, quantized: QuantizedSt
     return None
 
 
+def _dgrad_weight(
+    args: BwdArgs, stage: StageConfig, dy: TensorOrQuantized, weight: TensorOrQuantized
+) -> TensorOrQuantized:
+    """The weight as dgrad reads it."""
+    if stage.dequantized_backward:
+        return high_precision(weight, args.x_dtype)
+    if args.config.flags.gathered:
+        return column_of_weight(stage, weight)
+    if not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
+        return weight.to(dy.dtype)
+    return weight
+
+
 def _dgrad(
     args: BwdArgs,
     stage: StageConfig,
     dy: TensorOrQuantized,
     weight: TensorOrQuantized,
-    rows: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if stage.dequantized_backward:
-        weight = high_precision(weight, args.x_dtype)
-    elif args.config.flags.gathered:
-        weight = column_of_weight(stage, weight)
-    elif not stage.dgrad and isinstance(weight, Tensor) and isinstance(dy, Tensor):
-        weight = weight.to(dy.dtype)
     out_dtype = out_dtype or args.x_dtype
-    da = gemm(dy, weight, kind="dgrad", out_dtype=out_dtype, use_split_accumulator=stage.split_accumulator[1])
-    return first_rows(da, rows)
+    return gemm(dy, weight, kind="dgrad", out_dtype=out_dtype, use_split_accumulator=stage.split_accumulator[1])
 
 
 def _wgrad_input(

@@ -12,6 +12,7 @@ import functools
 import torch
 
 from te_dist.comm import LOCAL, Comm
+from te_dist.plan import Move
 from te_dist.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, Quantizer
 from te_dist.recipe import DelayedScaling, QuantizerRole, Recipe
 from te_dist.values import Value, value_type
@@ -81,6 +82,17 @@ class LayerSpec(Value):
     @property
     def group_name(self) -> str:
         return next((stage.comm.group_name for stage in self.stages if not stage.comm.is_local), "")
+
+    @property
+    def fused_op(self) -> str:
+        """What a compiled graph calls a single product with its collective; "" if there is none."""
+        if len(self.stages) != 1:
+            return ""
+        plan = self.stages[0].comm.plan
+        gathers, scatters = plan.x is Move.ALL_GATHER, plan.y is Move.REDUCE_SCATTER
+        if gathers == scatters:
+            return ""
+        return "all_gather_linear" if gathers else "linear_reduce_scatter"
 
     @property
     def seed_count(self) -> int:

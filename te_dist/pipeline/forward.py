@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_dist import kernels, transport
+from te_dist.comm import Product
 from te_dist.gemm import gemm
 from te_dist.pipeline import device_groups
 from te_dist.pipeline.args import FwdArgs, FwdResult, StageSaved, TensorOrQuantized
@@ -19,6 +20,7 @@ from te_dist.plan import Move
 from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.transport import Pending
 
 
 def layer_forward(args: FwdArgs) -> FwdResult:
@@ -142,34 +144,43 @@ def _multiply(
         return device_groups.fprop(args, stage, operands[0], weights, with_bias=stage.spec.has_bias)
     spec = stage.spec
     sizes = args.splits if spec.groups and args.splits is not None else [rows]
-    results = [
-        first_rows(_product(args, stage, operand, weight, group, spec.has_bias), size)
-        for group, (operand, weight, size) in enumerate(zip(operands, weights, sizes, strict=True))
-    ]
+    products = _products(args, stage, operands, _fprop_weights(args, stage, weights), spec.has_bias)
+    results = [first_rows(result, size) for result, size in zip(products, sizes, strict=True)]
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def _product(
+def _fprop_weights(
+    args: FwdArgs, stage: StageConfig, weights: Sequence[TensorOrQuantized]
+) -> list[TensorOrQuantized]:
+    """The weights as fprop reads them."""
+    made: list[TensorOrQuantized] = []
+    for group, weight in enumerate(weights):
+        if not stage.fprop and isinstance(weight, QuantizedStorage):  # quantized for dgrad alone
+            made.append(_unquantized(args.params[stage.weight_slot + group], weight, args.out_dtype))
+        else:
+            made.append(weight.detach().to(args.out_dtype) if isinstance(weight, Tensor) else weight)
+    return made
+
+
+def _products(
     args: FwdArgs,
     stage: StageConfig,
-    operand: TensorOrQuantized,
-    weight: TensorOrQuantized,
-    group: int,
+    operands: Sequence[TensorOrQuantized],
+    weights: Sequence[TensorOrQuantized],
     with_bias: bool,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    if not stage.fprop and isinstance(weight, QuantizedStorage):  # quantized for dgrad alone
-        weight = _unquantized(args.params[stage.weight_slot + group], weight, args.out_dtype)
-    elif isinstance(weight, Tensor):
-        weight = weight.detach().to(args.out_dtype)
-    return gemm(
-        operand,
-        weight,
-        kind="fprop",
-        out_dtype=out_dtype or args.out_dtype,
-        bias=args.params[stage.bias_slot + group] if with_bias else None,
-        use_split_accumulator=stage.split_accumulator[0],
-    )
+) -> list[Tensor]:
+    return [
+        gemm(
+            operand,
+            weight,
+            kind="fprop",
+            out_dtype=out_dtype or args.out_dtype,
+            bias=args.params[stage.bias_slot + group] if with_bias else None,
+            use_split_accumulator=stage.split_accumulator[0],
+        )
+        for group, (operand, weight) in enumerate(zip(operands, weights, strict=True))
+    ]
 
 
 def _multiply_and_exchange(
@@ -184,57 +195,83 @@ def _multiply_and_exchange(
     """``_multiply`` with other ranks: x is gathered before, or y reduced after the product."""
     spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
     reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
-    wire_dtype = comm.wire_dtype if reduced else None
     if args.offsets is not None:
         y = device_groups.fprop(args, stage, operands[0], weights, with_bias=spec.has_bias and not reduced)
         y = comm.start_reduce(plan.y, y).wait()
         return device_groups.add_bias(args, stage, y) if spec.has_bias and reduced else y
     sizes = list(args.splits) if spec.groups and args.splits is not None else [rows]
-    if plan.x is Move.ALL_GATHER:
+    weights = _fprop_weights(args, stage, weights)
+    gathers = plan.x is Move.ALL_GATHER
+    if gathers:
         assert spread is not None
-        operands = _gathered(stage, operands, spread, kept)
+        operands = _shards(stage, operands, spread)
     elif spread is not None:
         operands = [
             g.pad_whole(operand) if isinstance(operand, Tensor) else operand
             for operand, g in zip(operands, spread, strict=True)
         ]
-    results = [
-        _product(args, stage, operand, weight, group, spec.has_bias and not reduced, wire_dtype)
-        for group, (operand, weight) in enumerate(zip(operands, weights, strict=True))
-    ]
-    if plan.y is Move.REDUCE_SCATTER:
-        assert spread is not None
-        y = comm.start_reduce(plan.y, by_rank(results, spread)).wait()
-        y, sizes = of_groups(y, spread), [g.mine for g in spread]
-    else:
+    if not reduced:
+        if gathers:
+            pending, results = comm.gather_and_multiply(
+                "fprop",
+                list(operands),
+                lambda some: _products(args, stage, some, weights, spec.has_bias),
+                comm.keeps_gathered and kept.x is not None,
+            )
+            _keep_gathered(stage, kept, pending)
+        else:
+            results = _products(args, stage, operands, weights, spec.has_bias)
         if spread is not None:
             results = [g.drop_whole(result) for g, result in zip(spread, results, strict=True)]
         else:
             results = [first_rows(result, size) for result, size in zip(results, sizes, strict=True)]
-        y = comm.start_reduce(plan.y, results[0] if len(results) == 1 else torch.cat(results)).wait()
-    if spec.has_bias and reduced:
+        return (results[0] if len(results) == 1 else torch.cat(results)).to(args.out_dtype)
+    if gathers:
+        whole = comm.start_gather(list(operands))
+        _keep_gathered(stage, kept, whole)
+        operands = whole.wait()
+
+    def arrange(results: list[Tensor]) -> Tensor:
+        if spread is not None:
+            return by_rank(results, spread)
+        results = [first_rows(result, size) for result, size in zip(results, sizes, strict=True)]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    product = Product(
+        "fprop",
+        list(operands),
+        weights,
+        lambda some, features: _products(args, stage, some, features, False, comm.wire_dtype),
+        arrange,
+    )
+    y = comm.multiply_and_reduce(plan.y, product).wait()
+    if spread is not None and plan.y is Move.REDUCE_SCATTER:
+        y, sizes = of_groups(y, spread), [g.mine for g in spread]
+    if spec.has_bias:
         y = _add_biases(args, stage, y, sizes)
     return y.to(args.out_dtype)
 
 
-def _gathered(
-    stage: StageConfig, operands: Sequence[TensorOrQuantized], spread: list[GroupRows], kept: StageSaved
+def _shards(
+    stage: StageConfig, operands: Sequence[TensorOrQuantized], spread: list[GroupRows]
 ) -> list[TensorOrQuantized]:
-    """All ranks' rows of x, in the plane that fprop reads; with wgrad's too if that is to be kept."""
-    comm = stage.spec.comm
+    """What is gathered of x: the plane that fprop reads; with wgrad's too if that is to be kept."""
     mine: list[TensorOrQuantized] = []
     for operand, g in zip(operands, spread, strict=True):
         if isinstance(operand, Tensor):
             mine.append(g.pad_mine(operand))
-        elif stage.x_row is None or comm.keeps_gathered:
+        elif stage.x_row is None or stage.spec.comm.keeps_gathered:
             mine.append(operand)
         else:
             mine.append(operand._planes_of(stage.x_row))
-    gathered = comm.start_gather(mine).wait()
-    if comm.keeps_gathered and kept.x is not None and stage.x_saved is not None:
+    return mine
+
+
+def _keep_gathered(stage: StageConfig, kept: StageSaved, gathered: Pending[list[TensorOrQuantized]]) -> None:
+    """Keep wgrad's plane of the gathered x, in place of the shard's, where that is wanted."""
+    if stage.spec.comm.keeps_gathered and kept.x is not None and stage.x_saved is not None:
         plane = stage.x_saved
-        kept.x = [whole._planes_of(plane) for whole in gathered if isinstance(whole, QuantizedStorage)]
-    return gathered
+        kept.x = [whole._planes_of(plane) for whole in gathered.wait() if isinstance(whole, QuantizedStorage)]
 
 
 def _add_biases(args: FwdArgs, stage: StageConfig, y: Tensor, sizes: list[int]) -> Tensor:

@@ -1,0 +1,322 @@
+"""Layers whose communication overlaps with their products, against the same layers without: equal bit for bit where no
+sum crosses ranks or two numbers are added, close where the order of a sum differs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_cases import COLUMN_CONFIGS, ROW_CONFIGS, Case
+from parallel_cases import RECIPES, SUMMED, compare, linear, local, parallel_twin, part, sample, sizes, step, tp_mesh
+
+from te_dist import ops
+from te_dist.parallel import (
+    RanksDisagree,
+    TensorParallel,
+    comm_report,
+    overlap_report,
+    overlapped,
+    sequence_shards,
+    set_overlap,
+    shard_sizes,
+)
+
+Pools = Callable[[int], Any]
+FULL = bool(os.environ.get("TE_DIST_FULL_MATRIX"))
+# On a GPU all ranks of these tests share one device, which symmetric memory refuses by default.
+os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
+def same_as_plain(rank: int, world: int, device: str, cases: list[Case]) -> None:
+    wrong: list[str] = []
+    m, k, n = sizes(world)
+    for case in cases:
+        plain, other = case.layers(k, n, world, device)
+        x, dy, args = case.data(m, k, n, rank, world, device)
+        for turn in range(2):  # a second one finds buffers that the first has used
+            expected = step(plain, x * (1 + turn), dy, *args)
+            with overlap_report(other) as report:
+                made = step(other, x * (1 + turn), dy, *args)
+            inexact = case.summed() if world > 2 else set()
+            exact = set() if "everything" in inexact else set(expected) - inexact
+            # Behind several sums, and behind quantizing what a sum made, errors add up.
+            floor = SUMMED if not case.is_block else (40.0 if case.recipe == "none" else 20.0)
+            # Attention does not depend on a bias of all keys: its gradient is what rounding leaves of zero.
+            seen = {name for name in expected if exact or "key_bias" not in name}
+            made, expected = ({name: found[name] for name in seen} for found in (made, expected))
+            wrong += compare(f"{case} step {turn}", made, expected, exact, floor)
+            ran = {(e.product, e.method) for e in report.entries}
+            wanted = {(d.product, d.method) for d in report.decisions if d.method != "off"}
+            # Beside dgrad in rings and pipelines there is no reduction left for wgrad; kept columns need no gather.
+            kept = ("keep_gathered", True) in case.options
+            missing = {w for w in wanted - ran if w[0] != "wgrad" and not (kept and w == ("dgrad", "bulk"))}
+            if missing:
+                wrong.append(f"{case}: {missing} did not run, of {wanted}")
+    assert not wrong, "\n".join(wrong)
+
+
+def linear_cases(column: list[str], row: list[str], recipes: Any = tuple(RECIPES)) -> list[Case]:
+    return [
+        *(Case("linear", "column", recipe, config) for recipe in recipes for config in column),
+        *(Case("linear", "row", recipe, config) for recipe in recipes for config in row),
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_method_and_format(rank_pools: Pools, device: str, world: int) -> None:
+    cases = linear_cases(list(COLUMN_CONFIGS), list(ROW_CONFIGS))
+    if world == 4 and not FULL:
+        cases = linear_cases(["ring", "pipeline"], ["default", "ring"], ("none", "delayed", "mxfp8"))
+        cases += linear_cases(["default"], ["together"], ("current", "block", "nvfp4"))
+    rank_pools(world).run(same_as_plain, device, cases, timeout=280)
+
+
+LAYERS = [
+    *(Case("layernorm_linear", "column", recipe, "default") for recipe in RECIPES),
+    *(Case("layernorm_mlp", "column", recipe, "default") for recipe in RECIPES),
+    *(Case("layernorm_mlp", "column", recipe, "ring") for recipe in ("current", "nvfp4")),
+    *(Case("transformer", "column", recipe, "default") for recipe in ("none", "delayed", "block")),
+    Case("transformer", "column", "mxfp8", "ring"),
+    Case("grouped", "column", "current", "ring"),
+    Case("grouped", "row", "mxfp8", "default"),
+    Case("linear", "column", "mxfp8", "ring", (("keep_gathered", True),)),
+    Case("linear", "column", "current", "default", (("keep_gathered", True),)),
+    Case("linear", "row", "block", "ring", (("reduce_dtype", torch.float32),)),
+    Case("linear", "column", "none", "pipeline", (("reduce_dtype", torch.float32),)),
+]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layer(rank_pools: Pools, device: str, world: int) -> None:
+    cases = LAYERS if world == 2 or FULL else LAYERS[5::4]
+    rank_pools(world).run(same_as_plain, device, cases, timeout=280)
+
+
+# ------------------------------------------------------------------------------------------------- sums
+def partial(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.float() @ w.float()).to(torch.bfloat16)
+
+
+def sums_in_rank_order(rank: int, world: int, device: str) -> None:
+    """Documented: in float32, of what the ranks 0, 1, .. computed, rounded once."""
+    m, k, n = sizes(world)
+    for mode, configs in (("row", ROW_CONFIGS), ("column", COLUMN_CONFIGS)):
+        for config in configs:
+            case = Case("linear", mode, "none", config)
+            _, layer = case.layers(k, n, world, device)
+            x, dy, _ = case.data(m, k, n, rank, world, device)
+            made = step(layer, x, dy)
+            weight = layer.weight.to_local().detach()
+            mine = partial(x, weight.t()) if mode == "row" else partial(dy, weight)
+            everyone: list[Any] = [None] * world
+            dist.all_gather_object(everyone, mine.cpu())
+            total = torch.zeros(mine.shape)
+            for theirs in everyone:
+                total += theirs
+            expected = total.to(torch.bfloat16).chunk(world)[rank]
+            if mode == "row":
+                expected = expected + local(layer.bias.detach()).cpu()
+            actual = made["y" if mode == "row" else "dx"].cpu()
+            assert torch.equal(actual, expected), (mode, config, rank)
+
+
+def test_sums_are_in_the_documented_order(rank_pools: Pools) -> None:
+    rank_pools(4).run(sums_in_rank_order, "cpu", timeout=120)
+
+
+# ------------------------------------------------------------------------------------------------- sizes
+def uneven(rank: int, world: int, device: str) -> None:
+    wrong: list[str] = []
+    for total in (world * 40 + 3, 3):  # the last ranks have less, or nothing
+        rows = shard_sizes(total, world)
+        for mode in ("column", "row"):
+            for recipe, config in (("none", "ring"), ("current", "default"), ("mxfp8", "default"), ("block", "ring")):
+                case = Case("linear", mode, recipe, config)
+                k, n = 64 * world, 192
+                plain, other = case.layers(k, n, world, device)
+                x, dy = sample(total, k, device, 1), sample(total, n, device, 2)
+                if mode == "column":
+                    x, dy = x.split(rows)[rank], part(dy, 1, rank, world)
+                else:
+                    x, dy = part(x, 1, rank, world), dy.split(rows)[rank]
+                with sequence_shards(rows):
+                    expected, made = step(plain, x, dy), step(other, x, dy)
+                # A sum over an empty or padded row is one of zeros; the order counts as everywhere.
+                exact = set(expected) - (case.summed() if world > 2 else set())
+                wrong += compare(f"{case} {rows}", made, expected, exact, SUMMED)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_uneven_sizes(rank_pools: Pools, device: str, world: int) -> None:
+    rank_pools(world).run(uneven, device, timeout=200)
+
+
+def one_rank(rank: int, world: int, device: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device, (world, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    plain = linear("linear", 64, 96, RECIPES["mxfp8"], device)
+    twin = set_overlap(parallel_twin(plain, mesh, "column", sequence_parallel=True), "require")
+    x, dy = sample(32, 64, device, 1), sample(32, 96, device, 2)
+    with overlap_report(twin) as report:
+        assert not compare("one rank", step(twin, x, dy), step(plain, x, dy), {"y", "dx", "weight", "bias"}, SUMMED)
+    assert not report.entries and not report.decisions
+
+
+def test_one_rank_has_nothing_to_overlap(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(one_rank, device)
+
+
+# ------------------------------------------------------------------------------------------------- ops
+def ops_chain(k: int, n: int, recipe: Any, device: str, comm: Any, collectives: bool) -> ops.Sequential:
+    common = {"device": device, "dtype": torch.bfloat16, "recipe": recipe, "bias": False}
+    torch.manual_seed(3)
+    if collectives:
+        local = n // comm.size
+        return ops.Sequential(
+            ops.AllGather(comm), ops.Linear(k, local, **common), ops.SReLU(), ops.Linear(local, k, **common),
+            ops.ReduceScatter(comm),
+        )  # fmt: skip
+    both = {**common, "tensor_parallel_group": comm, "sequence_parallel": True}
+    return ops.Sequential(
+        ops.Linear(k, n, tensor_parallel_mode="column", **both),
+        ops.SReLU(),
+        ops.Linear(n, k, tensor_parallel_mode="row", **both),
+    )
+
+
+def ops_overlap(rank: int, world: int, device: str, names: list[str], compiled: bool) -> None:
+    m, k, n = sizes(world)
+    plain = TensorParallel.of(tp_mesh(world, device).get_group(), None)
+    wrong: list[str] = []
+    for name in names:
+        for collectives in (False, True):
+            one, two = (
+                ops_chain(k, n, RECIPES[name], device, comm, collectives)
+                for comm in (plain, overlapped(plain, "require", {"column_dgrad": "ring_exchange"}))
+            )
+            x, dy = (part(sample(m, k, device, seed), 0, rank, world) for seed in (1, 2))
+            torch._dynamo.reset()
+            call = torch.compile(two, fullgraph=True, backend="aot_eager") if compiled else None
+            expected = list(step(one, x, dy).values())
+            with overlap_report() as report:
+                made = step(two, x, dy, call=call)
+            wanted = dict(zip(made, expected, strict=True))
+            wrong += compare(f"{name} collectives={collectives}", made, wanted, set(wanted), SUMMED)
+            ran = {(e.product, e.method) for e in report.entries}
+            if not {("fprop", "ring_exchange"), ("fprop", "pipeline"), ("dgrad", "ring_exchange")} <= ran:
+                wrong.append(f"{name} collectives={collectives}: only {ran}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_operations_overlap(rank_pools: Pools, device: str, compiled: bool) -> None:
+    names = ["mxfp8"] if compiled else ["none", "current", "block", "nvfp4"]
+    rank_pools(2).run(ops_overlap, device, names, compiled, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- compiled
+def compiled_equals_eager(rank: int, world: int, device: str, cases: list[tuple[Case, str]]) -> None:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    m, k, n = 32 * world, 64, 256
+    wrong: list[str] = []
+    for case, backend in cases:
+        _, eager = case.layers(k, n, world, device)
+        _, module = case.layers(k, n, world, device)
+        x, dy, args = case.data(m, k, n, rank, world, device)
+        seen: list[str] = []
+
+        def look(graph: Any, inputs: Any, backend: str = backend, seen: list[str] = seen) -> Any:
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            for _, inner in graph.named_children():
+                seen.extend(str(node.target) for node in getattr(inner, "graph", graph.graph).nodes)
+            return lookup_backend(backend)(graph, inputs)
+
+        torch._dynamo.reset()
+        call = torch.compile(module, fullgraph=True, backend=look)
+        for turn in range(2):
+            expected = step(eager, x, dy, *args)
+            with overlap_report() as report:
+                made = step(module, x, dy, *args, call=call)
+            wrong += compare(f"{case} step {turn}", made, expected, set(expected), SUMMED)
+            if not report.select(phase="forward") or not report.select(phase="backward"):
+                wrong.append(f"{case}: nothing overlapped")
+        name = {"column": "all_gather_linear", "row": "linear_reduce_scatter"}[case.mode]
+        if case.kind == "linear" and not any(name in target for target in seen):
+            wrong.append(f"{case}: no {name} in {seen}")
+        with torch.no_grad():
+            if not torch.equal(call(x, *args), eager(x, *args)):
+                wrong.append(f"{case}: no_grad")
+    assert not wrong, "\n".join(wrong)
+
+
+COMPILED = [
+    (Case("linear", "column", "current", "ring"), "aot_eager"),
+    (Case("linear", "row", "mxfp8", "default"), "aot_eager"),
+    (Case("layernorm_mlp", "column", "nvfp4", "default"), "aot_eager"),
+]
+if FULL:
+    COMPILED = [
+        (Case(kind, mode, recipe, config), "aot_eager")
+        for recipe in RECIPES
+        for kind, mode, configs in (
+            ("linear", "column", COLUMN_CONFIGS), ("linear", "row", ROW_CONFIGS),
+            ("layernorm_linear", "column", ["ring"]), ("layernorm_mlp", "column", ["default", "ring"]),
+            ("transformer", "column", ["default"]),
+        )
+        for config in configs
+    ] + [(Case("transformer", "column", "current", "default"), "inductor")]  # fmt: skip
+
+
+def test_compiled_equals_eager(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(compiled_equals_eager, device, COMPILED, timeout=290)
+
+
+# ------------------------------------------------------------------------------------------------- what is said
+def reports(rank: int, world: int, device: str) -> None:
+    m, k, n = sizes(world)
+    case = Case("linear", "column", "mxfp8", "default")
+    plain, layer = case.layers(k, n, world, device)
+    x, dy, _ = case.data(m, k, n, rank, world, device)
+    with comm_report() as before:
+        step(plain, x, dy)
+    with comm_report() as after, overlap_report(layer) as report:
+        step(layer, x, dy)
+    assert before.bytes(kind="all_gather") == after.bytes(kind="all_gather"), "the same bytes travel"
+    # Of what is scattered a rank keeps its own part for itself.
+    assert after.bytes(kind="reduce_scatter") == before.bytes(kind="reduce_scatter") * (world - 1) // world
+    fprop, dgrad, wgrad = (report.select(product=p)[0] for p in ("fprop", "dgrad", "wgrad"))
+    assert (fprop.method, fprop.chunks, fprop.phase) == ("ring_exchange", world, "forward")
+    assert (dgrad.method, wgrad.method) == ("bulk", "bulk")
+    assert fprop.bytes == after.bytes(kind="all_gather", phase="forward")
+    assert fprop.bytes == m // world * (k + k // 32), "data and scales"
+    assert wgrad.bytes == 2 * m * k * (world - 1) // world
+    assert 0 <= report.exposed() < 60 and fprop.exposed > 0
+    text = str(report)
+    assert "ring_exchange" in text and "exposed ms" in text and f"{fprop.bytes:,}" in text
+    set_overlap(layer, "off")
+    with overlap_report(layer) as off:
+        step(layer, x, dy)
+    assert not off.entries and "layer: off" in str(off).lower().replace("linear: off", "layer: off")
+
+
+def test_the_report_says_what_ran(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(reports, device)
+
+
+def different_tables(rank: int, world: int) -> None:
+    config = {"row_fprop": "ring_exchange" if rank else "pipeline"}
+    layer = parallel_twin(linear("linear", 256, 256, None, "cpu"), tp_mesh(world), "row", sequence_parallel=True)
+    set_overlap(layer, "require", config)
+    with pytest.raises(RanksDisagree, match=r"pipeline[\s\S]*ring_exchange"):
+        layer(sample(64, 128, "cpu", 1))
+
+
+def test_ranks_with_different_tables_disagree(rank_pools: Pools) -> None:
+    rank_pools(2).run(different_tables)

@@ -1,0 +1,103 @@
+"""A rank that fails or dies while products and communication overlap: the others end soon, with the cause."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from parallel_cases import RECIPES, linear, parallel_twin, sample
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_dist import transport
+from te_dist.parallel import set_overlap
+
+Pools = Callable[[int], Any]
+TIMEOUT = datetime.timedelta(seconds=15)
+LIMIT = 30  # seconds that any rank may take to end, once another has failed
+
+
+def layer_of(mode: str) -> tuple[Any, torch.Tensor]:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), "cpu", mesh_dim_names=("tp",))
+    layer = parallel_twin(linear("linear", 64, 64, RECIPES["mxfp8"], "cpu"), mesh, mode, sequence_parallel=True)
+    x = sample(64, 64 if mode == "column" else 32, "cpu", 1).requires_grad_()
+    return set_overlap(layer, "require", {"row_fprop": "ring_exchange"}), x
+
+
+def stops_sending(action: Callable[[], None]) -> None:
+    """From now on this rank agrees to an exchange, and then does something else."""
+
+    def send(self: Any, rank: int, tensor: torch.Tensor) -> None:
+        action()
+
+    transport.Messages.send = send  # type: ignore[method-assign]
+
+
+def raise_error() -> None:
+    raise ArithmeticError("this rank's product went wrong")
+
+
+def outcome(rank: int, mode: str, action: Callable[[], None]) -> tuple[str, float]:
+    layer, x = layer_of(mode)
+    layer(x).sum().backward()  # all is well
+    if rank == 1:
+        stops_sending(action)
+    start = time.monotonic()
+    try:
+        layer(x).sum().backward()
+        said = "ended"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - start
+
+
+def raises(rank: int, world: int, mode: str) -> tuple[str, float]:
+    before = transport.Messages.send
+    try:
+        result = outcome(rank, mode, raise_error)
+    finally:
+        transport.Messages.send = before  # type: ignore[method-assign]
+    time.sleep(0.3)
+    dist.barrier()  # the ranks themselves are fine
+    return result
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_a_rank_that_raises_ends_the_others(rank_pools: Pools, mode: str) -> None:
+    (said, seconds), (own, _) = rank_pools(2).run(raises, mode, timeout=100)
+    assert said.startswith("RankFailed") and "rank 1 raised ArithmeticError" in said and "went wrong" in said, said
+    assert seconds < TIMEOUT.total_seconds(), "before the timeout"
+    assert own.startswith("ArithmeticError")
+
+
+def _serve(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.barrier()  # both are there, however busy the machine
+    said, seconds = outcome(rank, "column", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    Path(folder, "said").write_text(f"{seconds} {said}")
+    os._exit(0)
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=_serve, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        alive = process.is_alive()
+        process.kill()
+        process.join()
+        assert not alive
+    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+    assert said.startswith("RankFailed") and "rank(s) [1] gave no sign of life" in said, said
+    assert float(seconds) < LIMIT
