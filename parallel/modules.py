@@ -21,9 +21,9 @@ import te_dist
 from te_dist import transport
 from te_dist.groups import GroupLike, resolve_group
 from te_dist.modules import parameters
-from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import linear_spec
 from te_dist.parallel.comm import COLUMN, ROW, TensorParallel
+from te_dist.parallel.shared import TakesGathered
 from te_dist.recipe import NoRecipe
 
 parameters.spread_types = (DTensor,)
@@ -80,7 +80,7 @@ def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placeme
     module._parameters[name] = made
 
 
-class ParallelLayer(QuantizedLayer):
+class ParallelLayer(TakesGathered):
     """What the parallel forms of te_dist's layers share.
 
     Attributes:

@@ -306,6 +306,92 @@ def test_options_do_not_change_results(rank_pools: Pools, device: str) -> None:
     rank_pools(2).run(options_match, device, timeout=200)
 
 
+def norms_keep_gathered(rank: int, world: int, device: str) -> None:
+    """Only quantized operands are kept gathered: what wgrad reads in high precision is gathered again."""
+    m, k, n = sizes(world)
+    unquantized = recipes.Float8CurrentScaling(fp8_gemm_wgrad=recipes.MMParams(quantized=False))
+    for recipe in (None, RECIPES["mxfp8"], unquantized):
+        for kind, width in (("layernorm_linear", n), ("layernorm_mlp", k)):
+            plain, keeps = (
+                parallel_twin(
+                    linear(kind, k, n, recipe, device), tp_mesh(world, device), "column", sequence_parallel=True,
+                    keep_gathered=keep,
+                )
+                for keep in (False, True)
+            )  # fmt: skip
+            x, dy = part(sample(m, k, device, 1), 0, rank, world), sample(m, width, device, 2)
+            dy = part(dy, 1 if kind == "layernorm_linear" else 0, rank, world)
+            one, two = step(plain, x, dy), step(keeps, x, dy)
+            assert all(torch.equal(one[name], two[name]) for name in one), (recipe, kind)
+
+
+def test_norms_keep_gathered(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(norms_keep_gathered, device, timeout=200)
+
+
+def norm_output_matches(rank: int, world: int, device: str) -> None:
+    """The norm's output comes back whole, in the collective that x travels in; gradients of it are summed."""
+    mesh, k = tp_mesh(world, device), 128 * world
+    wrong: list[str] = []
+    for kind, recipe, gathered, rows, compiled in (
+        *(("layernorm_linear", name, True, (128,) * world, False) for name in RECIPES),
+        ("layernorm_linear", "mxfp8", False, (128,) * world, False),
+        ("layernorm_mlp", "current", True, (128,) * world, False),
+        ("layernorm_mlp", "mxfp8", True, (9, 4), False),
+        ("layernorm_linear", "none", True, (9, 4), False),
+        ("layernorm_linear", "mxfp8", True, (128,) * world, True),
+        ("layernorm_mlp", "none", True, (32,) * world, True),
+    ):
+        what = f"{kind} {recipe} {gathered} {rows} {compiled}"
+        options = {"return_layernorm_output": True, "return_layernorm_output_gathered": gathered}
+        layer = linear(kind, k, k, RECIPES[recipe], device, **options)
+        twin = parallel_twin(layer, mesh, "column", sequence_parallel=True)
+        is_block, tokens = kind == "layernorm_mlp", sum(rows)
+        x, dy = sample(2 * tokens, k, device, 1).view(tokens, 2, k), sample(2 * tokens, k, device, 2).view(tokens, 2, k)
+        # Every rank has another gradient for the norm's output: of the whole, or of its own rows.
+        parts = [sample(2 * tokens, k, device, 3 + r).view(tokens, 2, k) for r in range(world)]
+        mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+        whole_dnorm = (parts[0] + parts[1]) if gathered else parts[0]
+        one = both_outputs(layer, x, dy, whole_dnorm)
+        my_dy = dy[mine] if is_block else part(dy, 2, rank, world)
+        my_dnorm = parts[rank] if gathered else parts[0][mine]
+        torch._dynamo.reset()
+        call = torch.compile(twin, fullgraph=True, backend="aot_eager") if compiled else twin
+        with sequence_shards(rows), comm_report() as report:
+            made = both_outputs(twin, x[mine], my_dy, my_dnorm, call)
+            with torch.no_grad():
+                again = twin(x[mine])[1]
+        assert torch.equal(again, made["norm"]), what
+        expected = {
+            "y": one["y"][mine] if is_block else part(one["y"], 2, rank, world),
+            "norm": one["norm"] if gathered else one["norm"][mine],
+            "dx": one["dx"][mine],
+            **{n: part(v, param_dim(twin, n), rank, world) for n, v in one.items() if n not in ("y", "norm", "dx")},
+        }
+        # One more rounding than SUMMED knows: dx with the gradient of the norm's output, rank by rank.
+        floor = min(SUMMED, FLOORS[recipe] - 3) if is_block or rows[0] % 128 else SUMMED - 3
+        wrong += compare(what, made, expected, {"norm"}, floor)
+        forward = report.select(kind="all_gather", phase="forward")
+        if not is_block:
+            travels = "bfloat16" if recipe == "none" else "uint8+bfloat16" if gathered else "uint8"
+            assert [c.dtype for c in forward] == [travels] * 2, (what, [c.dtype for c in forward])
+        assert len(forward) == 2 and len(report.select(kind="reduce_scatter", phase="backward")) == 1, what
+    assert not wrong, "\n".join(wrong)
+
+
+def both_outputs(module: Any, x: Any, dy: Any, dnorm: Any, call: Any = None) -> dict[str, torch.Tensor]:
+    module.zero_grad(set_to_none=True)
+    leaf = x.clone().requires_grad_()
+    y, norm = (module if call is None else call)(leaf)
+    torch.autograd.backward([y, norm], [dy, dnorm])
+    grads = {name: local(param.grad) for name, param in module.named_parameters()}
+    return {"y": y.detach(), "norm": norm.detach(), "dx": leaf.grad, **grads}
+
+
+def test_norm_output_gathered(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(norm_output_matches, device, timeout=200)
+
+
 def local_amaxes(rank: int, world: int, device: str) -> None:
     m, k, n = sizes(world)
     for recipe in ("current", "nvfp4"):

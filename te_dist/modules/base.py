@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ from te_dist.pipeline.backward import run_delayed
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, roles
 from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
-from te_dist.pipeline.shards import out_lead, rows_per_entry
+from te_dist.pipeline.shards import norm_lead, out_lead, rows_per_entry
 from te_dist.pipeline.weights import quantize_weight_part, weight_quantizer
-from te_dist.quantizers import NVFP4Quantizer
+from te_dist.quantizers import NVFP4Quantizer, Quantizer
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
 from te_dist.tensors.gathered import GatheredWeight, stand_in
 from te_dist.tensors.quantized_tensor import QuantizedTensor
@@ -65,11 +65,20 @@ def _call_constants(
     device_splits: bool,
     gathered: bool,
     shards: tuple[Any, ...],
+    given_by: LayerSpec | None,
+    given_recipe: Recipe | None,
+    given_input_grad: bool,
+    given_weight_grad: bool,
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards)
+    given = None
+    if given_by is not None:
+        given = input_quantizer(given_by, given_recipe, given_input_grad, given_weight_grad)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards, given)
     config = resolve(spec, recipe, flags)
+    if given is not None:
+        check_given(spec.name or spec.module_type, config, given)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
         len(stage.weight._describe_buffers((32, 32))) * stage.spec.weights
@@ -88,7 +97,7 @@ class CompiledCall:
         flags: CallFlags,
         recipe: Recipe,
         kept: list[int],
-        saves: tuple[bool, ...],
+        saves: tuple[Any, ...],
         weights: tuple[int, Any, Any],
         delayed: bool,
         draws_seeds: bool,
@@ -101,6 +110,33 @@ class CompiledCall:
         self.scales: Tensor | None = None
         self.histories: list[Tensor] = []
         self.records = False
+
+
+class GivenInput(NamedTuple):
+    """A compiled call's input, quantized before it: as the layer of that spec would quantize its own, under that
+    recipe and where these gradients are wanted. Not the quantizer itself: Dynamo cannot pass on a constant that it
+    was given while tracing."""
+
+    buffers: list[Tensor]
+    spec: LayerSpec
+    recipe: Recipe | None
+    input_grad: bool
+    weight_grad: bool
+
+
+def input_quantizer(spec: LayerSpec, recipe: Recipe | None, input_grad: bool, weight_grad: bool) -> Quantizer | None:
+    """What the layer's first product reads its input by."""
+    flags = CallFlags(input_grad, (weight_grad,) + (False,) * (spec.param_count - 1))
+    return resolve(spec, recipe, flags).stages[0].x
+
+
+def check_given(label: str, config: LayerConfig, given: Quantizer) -> None:
+    """Raise unless the layer's first product reads what an input was quantized by."""
+    wanted, both = config.stages[0].x, {"rowwise": True, "columnwise": True}
+    layout = None if wanted is None else wanted.with_usage(**both)
+    if config.stages[0].spec.produce != "identity" or layout != given.layout_quantizer().with_usage(**both):
+        needed = "an unquantized tensor" if layout is None else f"one quantized by {wanted!r}, or an unquantized one"
+        raise ValueError(f"{label} got an input quantized by {given!r} but expects {needed}")
 
 
 def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
@@ -291,9 +327,10 @@ class QuantizedLayer(torch.nn.Module):
                 draw_seeds(self.spec, inp)
             lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
             out = result.out.view(*lead, result.out.shape[-1])
-            if result.norm_output is None:
+            normed = result.norm_output
+            if normed is None:
                 return out
-            return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
+            return out, normed.view(*norm_lead(config, call.lead, normed.shape[0]), normed.shape[-1])
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
@@ -383,14 +420,8 @@ class QuantizedLayer(torch.nn.Module):
                         )
 
     def _quantized_input(self, config: LayerConfig, storage: QuantizedStorage) -> QuantizedStorage:
+        check_given(self._label(), config, storage.quantizer)
         wanted = config.stages[0].x
-        layout = None if wanted is None else wanted.with_usage(rowwise=True, columnwise=True)
-        given = storage.quantizer.layout_quantizer().with_usage(rowwise=True, columnwise=True)
-        if config.stages[0].spec.produce != "identity" or layout != given:
-            needed = (
-                "an unquantized tensor" if layout is None else f"one quantized by {wanted!r}, or an unquantized one"
-            )
-            raise ValueError(f"{self._label()} got an input quantized by {storage.quantizer!r} but expects {needed}")
         assert wanted is not None
         rows, cols = storage.matrix_shape
         storage = storage.view((rows, cols))
@@ -524,15 +555,17 @@ class QuantizedLayer(torch.nn.Module):
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         sizes, offsets = by_host_or_device(splits)
         on_device = isinstance(splits, Tensor)
-        call = self._begin_compiled(recipe, params, grads, caching, update, skip, on_device, gathered)
+        given = self._given_input(inp)
+        call = self._begin_compiled(recipe, params, grads, caching, update, skip, on_device, gathered, given)
+        weights = call.weights if given is None else [*given.buffers, *call.weights]
         spec = self.spec
         if not any(grads):
             seeded = self.training and _trains_with_seeds(spec, recipe)
             op = compiled.forward_op(self._is_parallel, seeded)
             made = op(
-                inp,
+                inp if given is None else compiled.shape_alone(inp),
                 call.detached,
-                call.weights,
+                weights,
                 call.scales,
                 sizes or [],
                 offsets,
@@ -545,10 +578,14 @@ class QuantizedLayer(torch.nn.Module):
                 self._record_compiled(call.histories, made[2 if spec.return_norm_output else 1])
             return (made[0], made[1]) if spec.return_norm_output else made[0]
         return compiled.CompiledLayer.apply(
-            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], call.weight_count, call.kept, call.saves,
+            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], len(weights), call.kept, call.saves,
             call.delayed, call.draws_seeds, offsets, call.scales, call.histories[0] if call.delayed else None,
-            *call.weights, *params,
+            *weights, *params,
         )  # fmt: skip
+
+    def _given_input(self, inp: Tensor) -> GivenInput | None:
+        """The quantized form of a compiled call's input, where somebody has made it; te_dist.parallel does."""
+        return None
 
     def _begin_compiled(
         self,
@@ -560,14 +597,16 @@ class QuantizedLayer(torch.nn.Module):
         skip: Tensor | None,
         device_splits: bool,
         gathered: list[GatheredWeight | None] | None = None,
+        given: GivenInput | None = None,
     ) -> CompiledCall:
         """Everything of a compiled call that comes before its forward op: constants, scales, quantized weights."""
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
             raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
         shards = sequence_shards.rows if self._is_parallel else ()
         is_gathered = gathered is not None
+        by = (None, None, False, False) if given is None else given[1:]
         call = CompiledCall(
-            *_call_constants(self.spec, recipe, caching, None, device_splits, is_gathered, shards, *grads)
+            *_call_constants(self.spec, recipe, caching, None, device_splits, is_gathered, shards, *by, *grads)
         )
         amaxes = None
         if call.delayed and isinstance(recipe, DelayedScaling):

@@ -46,10 +46,15 @@ def _stages_forward(args: FwdArgs, rows: list[list[GroupRows] | None]) -> FwdRes
             if stage.spec.produce == NORM and args.config.spec.return_norm_output:
                 norm_output = kernels.materialize(source)
             operands = _operands(args, stage, source, kept, index == 0, spread)
+        if stage.spec.comm.plan.x is Move.ALL_GATHER and args.offsets is None:
+            assert spread is not None
+            also = norm_output if index == 0 and args.config.spec.gathers_norm else None
+            operands, whole = _gathered(stage, operands, spread, kept, also)
+            norm_output = norm_output if whole is None else whole
         if stage.spec.comm.is_local:
             x = _multiply(args, stage, operands, args.weights[index], x.shape[0])
         else:
-            x = _multiply_and_exchange(args, stage, operands, args.weights[index], x.shape[0], spread, kept)
+            x = _multiply_and_exchange(args, stage, operands, args.weights[index], x.shape[0], spread)
         saved.append(kept)
     assert isinstance(x, Tensor)
     return FwdResult(x, norm_output, saved)
@@ -179,9 +184,8 @@ def _multiply_and_exchange(
     weights: list[TensorOrQuantized],
     rows: int,
     spread: list[GroupRows] | None,
-    kept: StageSaved,
 ) -> Tensor:
-    """``_multiply`` with other ranks: x is gathered before, or y reduced after the product."""
+    """``_multiply`` with other ranks: x was gathered before, or y is reduced after the product."""
     spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
     reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
     wire_dtype = comm.wire_dtype if reduced else None
@@ -190,10 +194,7 @@ def _multiply_and_exchange(
         y = comm.start_reduce(plan.y, y).wait()
         return device_groups.add_bias(args, stage, y) if spec.has_bias and reduced else y
     sizes = list(args.splits) if spec.groups and args.splits is not None else [rows]
-    if plan.x is Move.ALL_GATHER:
-        assert spread is not None
-        operands = _gathered(stage, operands, spread, kept)
-    elif spread is not None:
+    if spread is not None and plan.x is not Move.ALL_GATHER:
         operands = [
             g.pad_whole(operand) if isinstance(operand, Tensor) else operand
             for operand, g in zip(operands, spread, strict=True)
@@ -218,9 +219,14 @@ def _multiply_and_exchange(
 
 
 def _gathered(
-    stage: StageConfig, operands: Sequence[TensorOrQuantized], spread: list[GroupRows], kept: StageSaved
-) -> list[TensorOrQuantized]:
-    """All ranks' rows of x, in the plane that fprop reads; with wgrad's too if that is to be kept."""
+    stage: StageConfig,
+    operands: Sequence[TensorOrQuantized],
+    spread: list[GroupRows],
+    kept: StageSaved,
+    norm_output: Tensor | None,
+) -> tuple[list[TensorOrQuantized], Tensor | None]:
+    """All ranks' rows of x, in the plane that fprop reads; with wgrad's too if that is to be kept. `norm_output`, this
+    rank's rows of it in high precision, travels along and comes back whole."""
     comm = stage.spec.comm
     mine: list[TensorOrQuantized] = []
     for operand, g in zip(operands, spread, strict=True):
@@ -230,11 +236,19 @@ def _gathered(
             mine.append(operand)
         else:
             mine.append(operand._planes_of(stage.x_row))
+    travels_apart = norm_output is not None and isinstance(mine[0], QuantizedStorage)
+    if norm_output is not None and travels_apart:
+        mine.append(spread[0].pad_mine(norm_output))
     gathered = comm.start_gather(mine).wait()
+    whole = None
+    if norm_output is not None:
+        last = gathered.pop() if travels_apart else gathered[0]
+        assert isinstance(last, Tensor)
+        whole = spread[0].drop_whole(last)
     if comm.keeps_gathered and kept.x is not None and stage.x_saved is not None:
         plane = stage.x_saved
-        kept.x = [whole._planes_of(plane) for whole in gathered if isinstance(whole, QuantizedStorage)]
-    return gathered
+        kept.x = [operand._planes_of(plane) for operand in gathered if isinstance(operand, QuantizedStorage)]
+    return gathered, whole
 
 
 def _add_biases(args: FwdArgs, stage: StageConfig, y: Tensor, sizes: list[int]) -> Tensor:
