@@ -86,17 +86,17 @@ def gather_input(
     ranks: int,
     label: str,
 ) -> list[Tensor]:
-    """All ranks' rows of x as the first product of `spec` reads it: the buffers of the quantized whole, or the whole;
-    then its amax under delayed scaling, whose scale is given."""
+    """All ranks' rows of x as the first product of `spec` reads it: the buffers of the quantized whole as a matrix, or
+    the whole; then its amax under delayed scaling, whose scale is given."""
     config = config_of(spec, recipe, flags)
     quantizer = config.stages[0].x
-    shape = (x.shape[0] * ranks, *x.shape[1:])
     rows = x.shape[:-1].numel()
     if kernels.is_shapes_only():
         if quantizer is None:
-            return [x.new_empty(shape)]
+            return [x.new_empty((x.shape[0] * ranks, *x.shape[1:]))]
         if isinstance(rows, int):
             wire.check_shard(quantizer, rows, label)
+        shape = (rows * ranks, x.shape[-1])
         made = list(TensorProto(shape, x.dtype, quantizer, device=x.device).create_inner_tensors().values())
         return made if scale is None else [*made, torch.zeros_like(scale)]
     process_group = resolve_group(group, "tp_group")
@@ -112,7 +112,7 @@ def gather_input(
             storage = quantize_delayed(quantizer, matrix, scale, amax, 0, group)
         whole = start_gather([storage], process_group).wait()[0]
         assert isinstance(whole, QuantizedStorage)
-        buffers = whole.view(shape).inner_tensors()
+        buffers = whole.inner_tensors()
     return buffers if amax is None else [*buffers, amax]
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_dist import delayed_scaling, kernels
 from te_dist.modules.base import NO_RECIPE, CompiledCall, GivenInput, QuantizedLayer, input_quantizer
+from te_dist.modules.parameters import local_part
 from te_dist.modules.scopes import scope
 from te_dist.parallel import ops
 from te_dist.parallel.comm import TensorParallel
@@ -74,14 +75,16 @@ class _GatherOnce(torch.autograd.Function):
         if quantizer is None:
             return (made[0],)
         shape = [x.shape[0] * ranks, *x.shape[1:]]
+        matrix = [x.shape[:-1].numel() * ranks, x.shape[-1]]
         if compiling:
-            whole = torch.ops.te_dist.dequantize(made[:count], quantizer, shape, x.dtype)
+            whole = torch.ops.te_dist.dequantize(made[:count], quantizer, matrix, x.dtype).view(shape)
             ctx.mark_non_differentiable(*made)
             return (whole, *made)
-        proto = TensorProto(tuple(shape), x.dtype, quantizer, device=x.device)
+        proto = TensorProto(tuple(matrix), x.dtype, quantizer, device=x.device)
+        storage = proto.assemble(dict(zip(proto.inner_names(), made[:count], strict=True)))
         seen = made[count:]
         ctx.mark_non_differentiable(*seen)
-        return (wrap(proto.assemble(dict(zip(proto.inner_names(), made[:count], strict=True)))), *seen)
+        return (wrap(storage.view(tuple(shape))), *seen)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *unused: Any) -> Any:
@@ -157,13 +160,14 @@ class SharedGather:
     def gather(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or isinstance(x, QuantizedTensor):
             raise TypeError(f"{self.label} expects its first argument to be a plain tensor but got {type(x).__name__}")
+        layer = self.layers[0]
         if x.dim() < 2:
             raise ValueError(
                 f"{self.label} expects an input of at least two dimensions to gather but got shape {list(x.shape)}"
             )
+        layer._check_input(x, local_part(layer._slots()[0]))
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        layer = self.layers[0]
         recipe = layer._recipe_of_call()
         on = torch.is_grad_enabled()
         weight_grad = on and any([_trains_weight(each) for each in self.layers])

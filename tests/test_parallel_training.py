@@ -328,7 +328,7 @@ GATHER_PLAN = {"0": "gather", "0.[qkv]": "column", "0.o": "row"}
 def shares_gather(rank: int, world: int, device: str, compiled: list[str]) -> None:
     """Apart, shared, and shared in a compiled graph: equal results, and one gather where there were three."""
     mesh = tp_mesh(world, device)
-    x, dy = (part(sample(128 * world, 64, device, seed), 0, rank, world) for seed in (1, 2))
+    x, dy = (part(sample(128 * world, 64, device, seed).view(-1, 4, 64), 0, rank, world) for seed in (1, 2))
     for recipe in RECIPES:
         torch.manual_seed(0)
         one = nn.Sequential(Attention(RECIPES[recipe], device))
