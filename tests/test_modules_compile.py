@@ -451,7 +451,7 @@ def test_fakes_agree_with_the_ops(kind: str, recipe: str) -> None:
     params = [None if p is None else p.detach() for p in layer._slots()]
     grads = [True, *[p is not None for p in params]]
     flags, known, kept, (saves_input, *_), (count, *_), delayed, seeded = compiled_call._call_constants(
-        layer.spec, layer.recipe, False, None, False, False, (), *grads
+        layer.spec, layer.recipe, False, None, False, False, (), None, None, False, False, *grads
     )
     ops, scales, x = torch.ops.te_dist, layer.fp8_scale, sample(33)
     constants = (layer.spec, known, flags)

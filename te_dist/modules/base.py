@@ -19,12 +19,13 @@ from te_dist.formats import INPUT_DTYPES
 from te_dist.modules.compiled_call import CompiledCalls, by_host_or_device, is_checkpointed, trains_with_seeds
 from te_dist.modules.delayed import DELAYED_BUFFERS, Recomputed
 from te_dist.modules.gathered import check_gathered, gathered_weights, note_recomputation, record_gathered_amaxes
+from te_dist.modules.given import check_given
 from te_dist.modules.parameters import local_part, spread_state
 from te_dist.modules.scopes import layers, scope
 from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve
 from te_dist.pipeline.forward import layer_forward
 from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, forward_args
-from te_dist.pipeline.shards import out_lead, rows_per_entry
+from te_dist.pipeline.shards import norm_lead, out_lead, rows_per_entry
 from te_dist.quantizers import NVFP4Quantizer
 from te_dist.recipe import DelayedScaling, Recipe, is_scoped, recipe_in_force
 from te_dist.tensors.gathered import GatheredWeight
@@ -203,9 +204,10 @@ class QuantizedLayer(CompiledCalls):
                 draw_seeds(self.spec, inp)
             lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
             out = result.out.view(*lead, result.out.shape[-1])
-            if result.norm_output is None:
+            normed = result.norm_output
+            if normed is None:
                 return out
-            return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
+            return out, normed.view(*norm_lead(config, call.lead, normed.shape[0]), normed.shape[-1])
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
@@ -295,14 +297,8 @@ class QuantizedLayer(CompiledCalls):
                         )
 
     def _quantized_input(self, config: LayerConfig, storage: QuantizedStorage) -> QuantizedStorage:
+        check_given(self._label(), config, storage.quantizer)
         wanted = config.stages[0].x
-        layout = None if wanted is None else wanted.with_usage(rowwise=True, columnwise=True)
-        given = storage.quantizer.layout_quantizer().with_usage(rowwise=True, columnwise=True)
-        if config.stages[0].spec.produce != "identity" or layout != given:
-            needed = (
-                "an unquantized tensor" if layout is None else f"one quantized by {wanted!r}, or an unquantized one"
-            )
-            raise ValueError(f"{self._label()} got an input quantized by {storage.quantizer!r} but expects {needed}")
         assert wanted is not None
         rows, cols = storage.matrix_shape
         storage = storage.view((rows, cols))

@@ -11,6 +11,7 @@ from te_dist.comm import sequence_shards
 from te_dist.dynamo import layer as compiled
 from te_dist.modules.delayed import DelayedState
 from te_dist.modules.gathered import gathered_slots
+from te_dist.modules.given import GivenInput, check_given, input_quantizer
 from te_dist.modules.weight_gradients import WeightGradients
 from te_dist.modules.workspaces import WeightWorkspaces
 from te_dist.pipeline.config import CallFlags, LayerSpec, resolve
@@ -30,11 +31,20 @@ def _call_constants(
     device_splits: bool,
     gathered: bool,
     shards: tuple[Any, ...],
+    given_by: LayerSpec | None,
+    given_recipe: Recipe | None,
+    given_input_grad: bool,
+    given_weight_grad: bool,
     *grads: bool,
 ) -> tuple[Any, ...]:
     """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards)
+    given = None
+    if given_by is not None:
+        given = input_quantizer(given_by, given_recipe, given_input_grad, given_weight_grad)
+    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards, given)
     config = resolve(spec, recipe, flags)
+    if given is not None:
+        check_given(spec.name or spec.module_type, config, given)
     kept, saves = compiled.shapes_of(config)
     weight_count = sum(
         len(stage.weight._describe_buffers((32, 32))) * stage.spec.weights
@@ -61,7 +71,7 @@ class CompiledCall:
         flags: CallFlags,
         recipe: Recipe,
         kept: list[int],
-        saves: tuple[bool, bool, str],
+        saves: tuple[bool, bool, str, tuple[int, ...]],
         weights: tuple[int, Any, Any],
         delayed: bool,
         draws_seeds: bool,
@@ -109,15 +119,17 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
         grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
         sizes, offsets = by_host_or_device(splits)
         on_device = isinstance(splits, Tensor)
-        call = self._begin_compiled(recipe, params, grads, caching, update, skip, on_device, gathered)
+        given = self._given_input(inp)
+        call = self._begin_compiled(recipe, params, grads, caching, update, skip, on_device, gathered, given)
+        weights = call.weights if given is None else [*given.buffers, *call.weights]
         spec = call.spec
         if not any(grads):
             seeded = self.training and trains_with_seeds(spec, recipe)
             op = compiled.forward_op(call.saves[2], seeded)
             made = op(
-                inp,
+                inp if given is None else compiled.shape_alone(inp),
                 call.detached,
-                call.weights,
+                weights,
                 call.scales,
                 sizes or [],
                 offsets,
@@ -130,10 +142,14 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
                 self._record_compiled(call.histories, made[2 if spec.return_norm_output else 1])
             return (made[0], made[1]) if spec.return_norm_output else made[0]
         return compiled.CompiledLayer.apply(
-            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], call.weight_count, call.kept, call.saves,
+            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], len(weights), call.kept, call.saves,
             call.delayed, call.draws_seeds, offsets, call.scales, call.histories[0] if call.delayed else None,
-            *call.weights, *params,
+            *weights, *params,
         )  # fmt: skip
+
+    def _given_input(self, inp: Tensor) -> GivenInput | None:
+        """The quantized form of a compiled call's input, where somebody has made it; te_dist.parallel does."""
+        return None
 
     def _begin_compiled(
         self,
@@ -145,6 +161,7 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
         skip: Tensor | None,
         device_splits: bool,
         gathered: list[GatheredWeight | None] | None = None,
+        given: GivenInput | None = None,
     ) -> CompiledCall:
         """Everything of a compiled call that comes before its forward op: constants, scales, quantized weights."""
         if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
@@ -152,8 +169,9 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
         spec = self._spec_for(recipe)
         shards = sequence_shards.rows if self._is_parallel else ()
         is_gathered = gathered is not None
+        by = (None, None, False, False) if given is None else given[1:]
         call = CompiledCall(
-            spec, *_call_constants(spec, recipe, caching, None, device_splits, is_gathered, shards, *grads)
+            spec, *_call_constants(spec, recipe, caching, None, device_splits, is_gathered, shards, *by, *grads)
         )
         amaxes = None
         if call.delayed and isinstance(recipe, DelayedScaling):

@@ -66,6 +66,7 @@ class LayerNormMLP(QuantizedLayer):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -106,7 +107,13 @@ class LayerNormMLP(QuantizedLayer):
             has_bias=bias,
         )
         second = StageSpec(name="fc2", produce=ACTIVATION, activation=activation, has_bias=bias and not return_bias)
-        spec = LayerSpec((first, second), "layernorm_mlp", name or "", return_norm_output=return_layernorm_output)
+        spec = LayerSpec(
+            (first, second),
+            "layernorm_mlp",
+            name or "",
+            return_norm_output=return_layernorm_output,
+            norm_output_gathered=return_layernorm_output_gathered,
+        )
         self._init_layer(
             spec,
             recipe,

@@ -17,6 +17,11 @@ from te_dist.values import interned
 _INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
+def shared_name(name: str) -> str:
+    """"layers.3.fc1" -> "layers.*.fc1", which is the same in every block."""
+    return _INDEX.sub("*", name)
+
+
 class LayerState(torch.nn.Module):
     """The root of the classes that make up a QuantizedLayer.
 
@@ -43,7 +48,7 @@ class LayerState(torch.nn.Module):
     @spec.setter
     def spec(self, spec: LayerSpec) -> None:
         self._spec = interned(spec)
-        self.traced_spec = interned(dataclasses.replace(spec, name=_INDEX.sub("*", spec.name)))
+        self.traced_spec = interned(dataclasses.replace(spec, name=shared_name(spec.name)))
 
     def _spec_for(self, recipe: Recipe | None) -> LayerSpec:
         """What a call under this recipe bakes into a graph. A function that is told a layer's name wants all of it, and

@@ -32,7 +32,7 @@ from te_dist.pipeline.function import (
     forward_call,
 )
 from te_dist.pipeline.saved import flatten_saved
-from te_dist.pipeline.shards import rows_per_entry
+from te_dist.pipeline.shards import out_lead, rows_per_entry
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
@@ -143,7 +143,7 @@ class Lowered(QuantizedLayer):
             call.x = self._quantized_input(call.config, x)
         else:
             call.x = kernels.as_rows(x)
-        config, rows = call.config, call.x.shape[0]
+        config = call.config
         weight = params[config.stages[0].weight_slot]
         # Drawn here and not in begin(): in the order in which the operations run, as compiled code does.
         if config.draws_seed or (
@@ -157,7 +157,8 @@ class Lowered(QuantizedLayer):
             saved = (*operands, *flatten_saved(result.saved))
         else:
             result = layer_forward(forward_args(call, params))
-        return _unfolded(result.out, call.lead, rows), saved
+        lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
+        return result.out.view(*lead, result.out.shape[1]), saved
 
     def _compute_compiled(self, call: Any, x: Tensor, splits: Splits, keep: bool) -> tuple[Tensor, Saved]:
         slots = self._slots()
@@ -251,13 +252,6 @@ class Lowered(QuantizedLayer):
             raise ValueError(
                 f"{label} expects the input on {device}, where its parameters are, but got it on {x.device}"
             )
-
-
-def _unfolded(out: Tensor, lead: torch.Size, rows: int) -> Tensor:
-    """[M, N] -> [..., N]. Sequence parallelism changes the first of the leading dimensions."""
-    if out.shape[0] == rows:
-        return out.view(*lead, out.shape[1])
-    return out.view(lead[0] * out.shape[0] // rows, *lead[1:], out.shape[1])
 
 
 class ChainLayer(Lowered):
