@@ -147,6 +147,39 @@ def check_auto(rank: int, world: int, device: str) -> None:
                 assert torch.equal(a, b), name
 
 
+class TiedInPart(nn.Module):
+    """Two layers that share one of the two parameters which each of them joins."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        options = {"recipe": RECIPES["mxfp8"], "parameters_split": ("q", "k"), "device": device}
+        self.one, self.two = te_dist.Linear(64, 64, **options), te_dist.Linear(64, 64, **options)
+        self.two.q_weight = self.one.q_weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.relu(self.one(x)))
+
+
+def check_tied_in_part(rank: int, world: int, device: str) -> None:
+    mesh = mesh_of(device, world)
+    made = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = TiedInPart(device)
+        if sharded:
+            fully_shard(model, mesh=mesh)
+            report = all_gather_report(model)
+            assert not report.quantized and "tied" in report.others["one.q_weight"], str(report)
+        x = torch.randn(16, 64, device=device, requires_grad=True)
+        model(x).square().sum().backward()
+        made.append([x.grad, *[cases.full(p.grad) for p in model.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_tied_in_part(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(check_tied_in_part, device, timeout=60)
+
+
 def test_auto_falls_back_and_says_why(rank_pools: Pools, device: str) -> None:
     rank_pools(2).run(check_auto, device, timeout=240)
 

@@ -16,6 +16,7 @@ from te_dist.parallel.fsdp.decision import (
     weight_slots,
 )
 from te_dist.parallel.fsdp.layer import ShardedLayer, WholeWeight
+from te_dist.parallel.fsdp.report import note_refusal
 from te_dist.parallel.fsdp.shards import Place
 from te_dist.parallel.fsdp.state import _LAYERS, QuantizedFSDPState
 from te_dist.parallel.fsdp.torch_fsdp import (
@@ -40,7 +41,6 @@ class Refused:
     """A weight that keeps FSDP2's own gather."""
 
     name: str
-    param: FSDPParam
     decision: Decision
 
 
@@ -118,18 +118,21 @@ def _attach_layer(
     def full(param_name: str) -> str:
         return f"{name}.{param_name}" if name else param_name
 
-    obstacle = ""
     wholes = layer._weight_names()  # a stack of weights is named by each of them
     names = list(dict.fromkeys(part for parts in wholes for part in parts))
     known = [(part, params[part]) for part in names if part in params]
     if any(isinstance(param, QuantizedFSDPParam) for _, param in known):
         return []  # attached before
-    if len(known) < len(names):
-        obstacle = "some of the layer's weights are not sharded with it"
+    obstacle = "some of the layer's weights are not sharded with it" if len(known) < len(names) else ""
     for _, param in known:
         obstacle = obstacle or _obstacle(param, group, layer)
+    for parts in wholes:
+        obstacle = obstacle or _obstacle_to_joining([params[part] for part in parts], group)
     if obstacle:
-        return [Refused(full(part), param, _refusal(obstacle)) for part, param in known]
+        decision = Decision(PLAIN, reason=obstacle, unsupported=True)
+        for _, param in known:
+            note_refusal(param, decision)
+        return [Refused(full(part), decision) for part, _ in known]
     owner = ShardedLayer(layer, name)
     seen: set[str] = set()
     for number, ((stage, index), parts) in enumerate(zip(weight_slots(layer), wholes, strict=True)):
@@ -186,8 +189,12 @@ def _obstacle(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer) ->
     return dtype_obstacle(param.sharded_param)
 
 
-def _refusal(reason: str) -> Decision:
-    return Decision(PLAIN, reason=reason, unsupported=True)
+def _obstacle_to_joining(parts: list[FSDPParam], group: FSDPParamGroup) -> str:
+    """What stands in the way of gathering the parts of one weight into one place."""
+    if len({tuple(map(id, param._module_info.shared_modules)) for param in parts}) > 1:
+        return "only some of the parameters that the layer joins are tied to another layer's"
+    order = [group.fsdp_params.index(param) for param in parts]
+    return "" if order == sorted(order) else "the parameters that the layer joins are not gathered in their order"
 
 
 def _check_decisions(group: FSDPParamGroup, refused: list[Refused], mode: str, caller: str) -> None:

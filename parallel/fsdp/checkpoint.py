@@ -7,11 +7,14 @@ One that is saved a second time steps aside under a third name, where it is foun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import shutil
+import warnings
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -80,7 +83,8 @@ def save_checkpoint(
         saved: Any = dcp.async_save(state, checkpoint_id=partial, process_group=_background_group(process_group))
         future = saved if isinstance(saved, Future) else saved.upload_completion
         return PendingSave(path, future, process_group)
-    dcp.save(state, checkpoint_id=partial, process_group=process_group, no_dist=not dist.is_initialized())
+    with _one_process_is_fine():
+        dcp.save(state, checkpoint_id=partial, process_group=process_group)
     _publish(path, process_group)
     return PendingSave(path, None, process_group)
 
@@ -114,7 +118,8 @@ def load_checkpoint(
         del model_state[name]
     if extra is not None:
         state["extra"] = dict(extra)
-    dcp.load(state, checkpoint_id=path, process_group=process_group, no_dist=not dist.is_initialized())
+    with _one_process_is_fine():
+        dcp.load(state, checkpoint_id=path, process_group=process_group)
     missing = {name: value for name, value in _state(model, None)["model"].items() if name not in model_state}
     set_state_dict(
         model,
@@ -176,6 +181,14 @@ def _publish(path: Path, group: Any) -> None:
         os.rename(path.with_name(path.name + _PARTIAL), path)
         shutil.rmtree(replaced, ignore_errors=True)
     _barrier(group)
+
+
+@contextlib.contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """Without torch's warning that there are no ranks: a model that was never sharded has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _is_first(group: Any) -> bool:

@@ -20,11 +20,16 @@ from te_dist.parallel.fsdp.torch_fsdp import (
 from te_dist.parallel.fsdp.weight import QuantizedFSDPParam
 from te_dist.recipe import recipe_in_force
 
-_MODE = "_te_dist_mode"
+_MODE, _REFUSAL = "_te_dist_mode", "_te_dist_refusal"
 
 
 def note_mode(state: FSDPState, mode: str) -> None:
     state.__dict__[_MODE] = mode
+
+
+def note_refusal(param: FSDPParam, decision: Decision) -> None:
+    """Why a weight keeps FSDP2's own gather, for the table."""
+    param.__dict__[_REFUSAL] = decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,7 @@ def all_gather_report(model: nn.Module) -> AllGatherReport:
 
 def _line(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer, name: str, mode: str) -> GatheredParameter:
     full = f"{name}.{param._module_info.param_name}" if name else param._module_info.param_name
-    decision = _decision(param, group, layer, mode)
+    decision = _decision(param, layer, mode)
     forward, backward = _bytes(param, group, decision)
     gathers = 2 if backward else 1
     return GatheredParameter(
@@ -126,17 +131,14 @@ def _line(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer, name: 
     )
 
 
-def _decision(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer, mode: str) -> Decision:
+def _decision(param: FSDPParam, layer: QuantizedLayer, mode: str) -> Decision:
     if isinstance(param, QuantizedFSDPParam):
         weight = param.te_dist_weight
         recipe = recipe_in_force(layer.recipe)
         return weight.owner.decisions(recipe)[weight.owner.weights.index(weight)]
     if mode == "off":
         return Decision(PLAIN, reason="quantized_all_gather is off")
-    from te_dist.parallel.fsdp.attach import _obstacle
-
-    reason = _obstacle(param, group, layer)
-    return Decision(PLAIN, reason=reason or "some of the layer's weights are not sharded with it")
+    return param.__dict__.get(_REFUSAL, Decision(PLAIN, reason="it is none of the layer's weights"))
 
 
 def _bytes(param: FSDPParam, group: FSDPParamGroup, decision: Decision) -> tuple[int, int]:
