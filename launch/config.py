@@ -267,11 +267,6 @@ class TrainConfig:
                 groups.setdefault(field.metadata["group"], []).append(f"{field.name}={value}")
         return "\n".join(f"  {group:<13} {', '.join(values)}" for group, values in groups.items())
 
-    def changes(self) -> dict[str, Any]:
-        """What differs from the defaults."""
-        defaults = TrainConfig()
-        return {name: value for name, value in self.as_dict().items() if value != getattr(defaults, name)}
-
 
 def _readable(name: str, path: str) -> None:
     if not os.path.exists(path):

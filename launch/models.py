@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import te_dist
-from te_dist import torch_compat
 from te_dist.launch import layout as layouts
+from te_dist.launch.compiling import compile_blocks, longest_stack
 from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.llama import Llama
 from te_dist.launch.presets import ModelSize
@@ -58,8 +58,7 @@ class HuggingFaceLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        stacks = [list(m) for m in self.lm.modules() if isinstance(m, nn.ModuleList)]
-        return max(stacks, key=len, default=[])
+        return longest_stack(self.lm)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         with torch.autocast(tokens.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
@@ -124,13 +123,6 @@ def check_shapes(model: nn.Module) -> None:
             layer._check_recipe(layer.recipe, [local_part(p) for p in layer._slots()])
         except ValueError as error:
             raise ConfigError(str(error)) from None
-
-
-def compile_blocks(blocks: list[nn.Module]) -> None:
-    """torch.compile every block; blocks that are alike share one graph, however many there are."""
-    torch_compat.allow_graphs(4 * len(blocks))  # where recipes differ; in training and evaluation
-    for block in blocks:
-        block.compile(fullgraph=True)
 
 
 def _wants_meta(config: TrainConfig, size: ModelSize, layout: layouts.Layout) -> bool:

@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "launch" / "examples"
 
 
-def llama() -> Any:
+def llama(layers: int = 2) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -93,6 +93,20 @@ def test_prepare_quantizes_in_place_and_trains(form: str) -> None:
     assert all(param is before[name] for name, param in inner.named_parameters())  # the optimizer's own
     losses = steps(accelerator, model, optimizer, batches(1) * 12)
     assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize("backend", ["no", "aot_eager"])
+def test_blocks_that_accelerate_compiles_are_the_same_to_a_graph(backend: str) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    plugin = TEDistPlugin(recipe="fp8_current", verbose=False)
+    model = llama(layers=3)
+    blocks = list(model.model.layers)
+    TEDistAccelerator(te_dist_plugin=plugin, cpu=True, dynamo_plugin=dynamo).prepare(model)
+    specs = [block.mlp.up_proj.spec for block in blocks]
+    assert (specs[0] is specs[2]) == (backend != "no")
+    assert specs[2].name == ("model.layers.2.mlp.up_proj" if backend == "no" else "model.layers.*.mlp.up_proj")
 
 
 def test_state_round_trip_resumes_bit_for_bit_in_one_process(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_troubleshooting_quotes_what_te_dist_says() -> None:
 def test_every_option_in_the_text_exists() -> None:
     from te_dist.launch.config import TrainConfig
 
-    known = {"--" + name.replace("_", "-") for name in TrainConfig().as_dict()} | {"--config", "--nproc-per-node"}
+    known = {"--" + name.replace("_", "-") for name in TrainConfig().as_dict()}
+    known |= {"--config", "--nproc-per-node", "--max-restarts"}
     for page in ("quickstart", "recipes", "compile", "checkpoints", "troubleshooting"):
         for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", (DOCS / f"{page}.md").read_text()):
             assert flag in known or flag.replace("--no-", "--") in known, (page, flag)

@@ -18,10 +18,10 @@ import te_dist
 from te_dist.launch import checkpoint, runtime
 from te_dist.launch import train as train_command
 from te_dist.launch.checkpoint import CheckpointError
+from te_dist.launch.compiling import compile_blocks
 from te_dist.launch.config import ConfigError
 from te_dist.launch.llama import Llama
 from te_dist.launch.metrics import MetricsLog, read_metrics
-from te_dist.launch.models import compile_blocks
 from te_dist.launch.optimization import build_optimizer, clip_gradients, gradient_norm, learning_rate
 from te_dist.launch.presets import ModelSize
 from te_dist.launch.trainer import Trainer, TrainingError

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import te_dist
 import te_dist.parallel
+from te_dist import torch_compat
 from te_dist.launch.accelerate.plugin import TEDistPlugin
+from te_dist.launch.compiling import longest_stack
 from te_dist.launch.config import ConfigError
 from te_dist.launch.optimization import clip_gradients, gradient_norm
 from te_dist.launch.recipes import recipe_table, unmatched
@@ -172,6 +174,8 @@ def _quantize(model: nn.Module, plugin: TEDistPlugin, accelerator: Accelerator) 
     )
     if not report.converted and not any(had.values()):
         raise ConfigError(f"recipe {plugin.recipe} quantizes no layer of {type(model).__name__}:\n{report}")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        torch_compat.allow_graphs(4 * len(longest_stack(model)))  # accelerate compiles block by block, or all of it
     for sentence in unmatched(plugin.recipe, [layer.name for layer in report.layers]):
         warnings.warn(f"te_dist: {sentence}", stacklevel=4)
     if plugin.verbose:
