@@ -300,6 +300,12 @@ def reports(rank: int, world: int, device: str) -> None:
     assert 0 <= report.exposed() < 60 and fprop.exposed > 0
     text = str(report)
     assert "ring_exchange" in text and "exposed ms" in text and f"{fprop.bytes:,}" in text
+    # Column planes of dy travel beside dgrad, or over the group's own backend.
+    for config, methods in (("default", ["bulk"]), ("together", [])):
+        row = Case("linear", "row", "mxfp8", config)
+        with overlap_report() as of_row:
+            step(row.layers(k, n, world, device)[1], *row.data(m, k, n, rank, world, device)[:2])
+        assert [e.method for e in of_row.select(product="wgrad")] == methods
     set_overlap(layer, "off")
     with overlap_report(layer) as off:
         step(layer, x, dy)
