@@ -4,6 +4,8 @@ sum crosses ranks or two numbers are added, close where the order of a sum diffe
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +156,38 @@ def uneven(rank: int, world: int, device: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_uneven_sizes(rank_pools: Pools, device: str, world: int) -> None:
     rank_pools(world).run(uneven, device, timeout=200)
+
+
+def random_sizes(rank: int, world: int, device: str, count: int) -> None:
+    """Any rows on any rank, any features that a recipe takes, any method; drawn alike on all ranks."""
+    import random
+
+    draw = random.Random(7)
+    wrong: list[str] = []
+    for number in range(count):
+        mode = draw.choice(("column", "row"))
+        recipe = draw.choice(("none", "current", "block", "mxfp8", "nvfp4"))
+        case = Case("linear", mode, recipe, draw.choice(list(COLUMN_CONFIGS if mode == "column" else ROW_CONFIGS)))
+        # Blocks of a weight do not straddle ranks; 128 also keeps the depth where the CPU adds up in one order.
+        k, n = (world * draw.choice((32, 64, 128)) for _ in range(2))
+        if recipe == "block":
+            k, n = world * 128, world * 128
+        rows = tuple(draw.choice((0, 1, 5, 31, 32, 40, 130)) for _ in range(world))
+        plain, other = case.layers(k, n, world, device)
+        x, dy = sample(sum(rows) + 8, k, device, number), sample(sum(rows) + 8, n, device, number + 1)
+        x, dy = x[: sum(rows)], dy[: sum(rows)]
+        if mode == "column":
+            x, dy = x.split(rows)[rank], part(dy, 1, rank, world)
+        else:
+            x, dy = part(x, 1, rank, world), dy.split(rows)[rank]
+        with sequence_shards(rows):
+            expected, made = step(plain, x, dy), step(other, x, dy)
+        wrong += compare(f"{number}: {case} {k}x{n} {rows}", made, expected, set(expected), SUMMED)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_random_sizes(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(random_sizes, device, 200 if FULL else 40, timeout=280)
 
 
 def one_rank(rank: int, world: int, device: str) -> None:
@@ -309,6 +343,10 @@ def reports(rank: int, world: int, device: str) -> None:
     set_overlap(layer, "off")
     with overlap_report(layer) as off:
         step(layer, x, dy)
+    until = time.monotonic() + 10
+    while any(t.name == "te_dist messages" for t in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(t.name == "te_dist messages" for t in threading.enumerate()), "threads end with their exchange"
     assert not off.entries and "layer: off" in str(off).lower().replace("linear: off", "layer: off")
 
 
