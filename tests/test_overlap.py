@@ -364,3 +364,27 @@ def different_tables(rank: int, world: int) -> None:
 
 def test_ranks_with_different_tables_disagree(rank_pools: Pools) -> None:
     rank_pools(2).run(different_tables)
+
+
+def ops_are_sound(rank: int, world: int) -> None:
+    """Schema, and fakes that have the shapes of the real thing, of the fused ops."""
+    from te_dist.pipeline.config import CallFlags
+    from te_dist.recipe import MXFP8BlockScaling
+
+    for mode, op in (("column", "all_gather_linear"), ("row", "linear_reduce_scatter")):
+        case = Case("linear", mode, "mxfp8", "ring")
+        _, layer = case.layers(128, 256, world, "cpu")
+        x, _, _ = case.data(64, 128, 256, rank, world, "cpu")
+        params = [local(p.detach()) for p in (layer.weight, layer.bias)]
+        recipe, flags = MXFP8BlockScaling(), CallFlags(True, (True, True))
+        weights = torch.ops.te_dist.quantize_weights_exchanged(params, None, layer.spec, recipe, flags)
+        given = (x, params, weights, None, [], None, layer.spec, recipe, flags, torch.bfloat16)
+        overload = getattr(torch.ops.te_dist, op).default
+        torch.library.opcheck(overload, given, test_utils=["test_schema", "test_faketensor"])
+        with overlap_report() as report:
+            made = overload(*given)
+        assert report.entries and torch.equal(made[0], layer(x)), op
+
+
+def test_the_fused_ops_have_fakes(rank_pools: Pools) -> None:
+    rank_pools(2).run(ops_are_sound)
