@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,19 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, results: Any) -> 
     dist.destroy_process_group()
 
 
+def _answer(results: Any, workers: list[Any]) -> dict[str, dict[str, Any]]:
+    """What rank 0 has measured; the end of the program if a rank fails."""
+    while True:
+        try:
+            return json.loads(results.get(timeout=1))
+        except queue.Empty:
+            failed = [rank for rank, worker in enumerate(workers) if worker.exitcode]
+            if failed:
+                for worker in workers:
+                    worker.kill()
+                raise SystemExit(f"benchmarks/fsdp.py: rank {failed[0]} failed") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=DEFAULT)
@@ -179,7 +193,7 @@ def main() -> None:
         ]
         for worker in workers:
             worker.start()
-        rows = json.loads(results.get())
+        rows = _answer(results, workers)
         for worker in workers:
             worker.join()
     base = rows["bf16"]

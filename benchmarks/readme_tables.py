@@ -100,7 +100,30 @@ def ops(report: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"kernels": kernels, "gemm": gemm, "modules": modules, "ops": ops}
+def train(report: dict[str, Any]) -> str:
+    first = report["runs"][0]
+    rows = [
+        [
+            run["recipe"],
+            f"{run['tokens_per_s']:,.0f}",
+            f"{run['tokens_per_s_ratio']:.2f}",
+            "-" if run["mfu"] is None else f"{100 * run['mfu']:.0f} %",
+            f"{run['peak_memory_bytes'] / 2**30:.1f} GiB",
+            f"{run['loss']:.3f}",
+        ]
+        for run in report["runs"]
+    ]
+    config = first["config"]
+    text = markdown(["recipe", "tokens/s", "times bf16", "of the bf16 peak", "peak memory", "loss"], rows)
+    return (
+        f"`te-dist train`: {config['layers']} blocks of the {config['preset']} Llama, sequences of "
+        f"{config['seq_len']}, {'compiled, ' if config['compile'] else ''}{first['steps']} steps; the whole step, "
+        f"optimizer included. "
+        f"{origin(report)}\n\n{text}"
+    )
+
+
+TABLES = {"kernels": kernels, "gemm": gemm, "modules": modules, "ops": ops, "train": train}
 
 
 def filled_in(readme: str) -> str:

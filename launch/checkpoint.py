@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from te_dist.launch.runtime import World
-from te_dist.modules.base import DELAYED_BUFFERS
+from te_dist.modules.delayed import DELAYED_BUFFERS
 
 MARKER = "checkpoint.json"
 PREFIX, PARTIAL = "step-", ".partial-"
@@ -140,8 +140,8 @@ def read_marker(path: Path) -> Found:
         marker = json.loads((path / MARKER).read_text())
         files = {name: (int(size), int(crc)) for name, (size, crc) in marker["files"].items()}
         return Found(path, Progress(marker["step"], marker["tokens"]), marker["config"], files)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint of te-dist train: it has no {MARKER}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is no checkpoint of te-dist train: it is no folder with a {MARKER}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MARKER} is damaged: {error}") from None
 

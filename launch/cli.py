@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import sys
 
-from te_dist.launch import compare, demo, doctor, formats, train
+from te_dist.launch import compare, demo, doctor, export, formats, train
 
 COMMANDS = {
-    "train": (train.main, "train a language model, alone or under torchrun"),
+    "train": (train.main, "train a language model, alone or on many ranks"),
     "compare": (compare.main, "curves and a table of several runs"),
+    "export": (export.main, "a run's weights for transformers and vLLM, in bf16 or FP8"),
     "doctor": (doctor.main, "versions, devices, and what runs natively here"),
-    "demo": (demo.main, "a small Llama on four ranks, in bf16 and in three recipes"),
+    "demo": (demo.main, "a small Llama in every recipe, alone and on four ranks"),
     "formats": (formats.main, "quantize a transformer-like weight and activation in every format"),
 }
 

@@ -29,6 +29,7 @@ def numbers(runs: list[Run]) -> dict[str, Any]:
     return {
         "te_dist": first.start.get("te_dist"),
         "torch": first.start.get("torch"),
+        "cuda": first.start.get("cuda"),
         "device": first.start.get("device"),
         "ranks": first.start.get("ranks"),
         "runs": [

@@ -148,6 +148,8 @@ class TrainConfig:
         start, _, stop = self.profile.partition(":")
         if not (start.isdigit() and stop.isdigit() and 0 < int(start) < int(stop)):
             raise ConfigError(f"profile expects START:STOP, two steps from 1 on, but got {self.profile!r}")
+        if int(start) > self.steps:
+            raise ConfigError(f"profile expects steps of this run, which has {self.steps}, but got {self.profile!r}")
         return int(start), int(stop)
 
     def data_parallel(self, world: int) -> tuple[int, int]:
@@ -238,8 +240,8 @@ class TrainConfig:
             _readable("data", self.data)
         if self.tokenizer != "bytes":
             _readable("tokenizer", self.tokenizer)
-        if self.resume not in ("auto", "no"):
-            _readable("resume", self.resume)
+        if self.resume not in ("auto", "no") and not os.path.exists(self.resume):
+            raise ConfigError(f"resume expects auto, no or the folder of a checkpoint but got {self.resume!r}")
 
     # ------------------------------------------------------------------------------------------- text
     def as_dict(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class MetricsLog:
     def __init__(self, folder: Path, enabled: bool, tensorboard: bool = False) -> None:
         self._file = None
         self._board: Any = None
+        self.enabled = enabled
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)

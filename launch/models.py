@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import te_dist
+from te_dist import torch_compat
 from te_dist.launch import layout as layouts
 from te_dist.launch.config import ConfigError, TrainConfig
 from te_dist.launch.llama import Llama
@@ -17,6 +18,7 @@ from te_dist.launch.presets import ModelSize
 from te_dist.launch.recipes import is_quantized, recipe_table
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.convert import ConversionReport
+from te_dist.modules.parameters import local_part
 
 META_FROM = 1_000_000_000  # parameters from which on no rank should hold the whole model
 
@@ -105,13 +107,30 @@ def build_model(config: TrainConfig, vocab_size: int, layout: layouts.Layout, de
     parameters = sum(p.numel() for p in model.parameters())
     conversion = quantize(model, config)
     layouts.apply_tensor_parallel(model, layout, config)
+    check_shapes(model)
     if config.compile:
-        for block in blocks:
-            block.compile(fullgraph=True)
+        compile_blocks(blocks)
     layouts.shard_model(model, blocks, layout, config)
     if isinstance(model, Llama) and next(model.parameters()).is_meta:
         _materialize(model, config.seed, device)
     return BuiltModel(model, conversion, parameters, flops)
+
+
+@torch.no_grad()
+def check_shapes(model: nn.Module) -> None:
+    """Refuse now what a layer would refuse in its first forward pass: a weight that its recipe's format cannot hold."""
+    for layer in (layer for layer in model.modules() if isinstance(layer, QuantizedLayer)):
+        try:
+            layer._check_recipe(layer.recipe, [local_part(p) for p in layer._slots()])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """torch.compile every block; blocks that are alike share one graph, however many there are."""
+    torch_compat.allow_graphs(4 * len(blocks))  # where recipes differ; in training and evaluation
+    for block in blocks:
+        block.compile(fullgraph=True)
 
 
 def _wants_meta(config: TrainConfig, size: ModelSize, layout: layouts.Layout) -> bool:

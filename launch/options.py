@@ -33,12 +33,13 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="te-dist train",
         description="Train a language model in a quantized recipe, on one process or under torchrun.",
-        usage="te-dist train [--config FILE] [options]",
+        usage="te-dist train [--config FILE] [--nproc-per-node N] [options]",
         epilog="Every option is also a key of the YAML file, with _ for -. Flags win over the file.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     made.add_argument("--config", metavar="FILE", help="YAML file with options", default=argparse.SUPPRESS)
+    _add_ranks(made)
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
         group = groups.setdefault(field.metadata["group"], None) or made.add_argument_group(field.metadata["group"])
@@ -57,6 +58,42 @@ def parser() -> argparse.ArgumentParser:
             metavar = "{" + ",".join(map(str, choices)) + "}" if choices else kind.__name__.upper()
             group.add_argument(flag, metavar=metavar, **settings)
     return made
+
+
+def _add_ranks(made: argparse.ArgumentParser) -> None:
+    """What says how many processes there are, and is no option of the run that they do."""
+    ranks = "start that many ranks on this machine, as torchrun would; default: this process, or torchrun's"
+    made.add_argument("--nproc-per-node", metavar="INT", help=ranks, default=argparse.SUPPRESS)
+    made.add_argument(
+        "--max-restarts", metavar="INT", help="with it: how often lost ranks start again", default=argparse.SUPPRESS
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The processes that a command asks for."""
+
+    count: int
+    restarts: int
+
+
+def ranks_from(argv: list[str]) -> tuple[Ranks | None, list[str]]:
+    """(the ranks that are to be started, if any; the other arguments)."""
+    made = _Parser(allow_abbrev=False, add_help=False)
+    _add_ranks(made)
+    known, others = made.parse_known_args(argv)
+    given = {name: _whole(value, "--" + name.replace("_", "-")) for name, value in vars(known).items()}
+    if "nproc_per_node" not in given:
+        if given:
+            raise ConfigError("--max-restarts expects --nproc-per-node beside it; torchrun has its own")
+        return None, others
+    return Ranks(given["nproc_per_node"], given.get("max_restarts", 0)), others
+
+
+def _whole(text: str, where: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{where} expects a whole number but got {text!r}")
+    return int(text)
 
 
 def config_from(argv: list[str]) -> TrainConfig:
@@ -150,7 +187,7 @@ def _unknown_flag(text: str) -> str:
     flag = text.split("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {text!r}; options start with --"
-    names = [f.name for f in dataclasses.fields(TrainConfig)] + ["config"]
+    names = [f.name for f in dataclasses.fields(TrainConfig)] + ["config", "nproc_per_node", "max_restarts"]
     return f"no option is called {flag}{_did_you_mean(flag.lstrip('-').replace('-', '_'), names, '--')}"
 
 

@@ -61,12 +61,12 @@ class Silent(Lines):
 class Bar(Lines):
     """rich's bar; what is said meanwhile stays above it."""
 
-    def __init__(self, steps: int, first: int) -> None:
+    def __init__(self, steps: int, first: int, name: str = "") -> None:
         super().__init__(steps, first)
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(
-            TextColumn("training"),
+            TextColumn(f"training {name}".rstrip(), markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -85,13 +85,13 @@ class Bar(Lines):
         self.progress.stop()
 
 
-def progress_for(kind: str, steps: int, first: int, enabled: bool) -> Lines:
-    """`kind`: "auto" is a bar where rich is installed and the output is a terminal."""
+def progress_for(kind: str, steps: int, first: int, enabled: bool, name: str = "") -> Lines:
+    """`kind`: "auto" is a bar where rich is installed and the output is a terminal; `name`: what is trained."""
     if not enabled or kind == "none":
         return Silent(steps, first)
     if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
         try:
-            return Bar(steps, first)
+            return Bar(steps, first, name)
         except ImportError:
             if kind == "bar":
                 print("te-dist: the bar needs rich (pip install rich); lines are shown")

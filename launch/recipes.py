@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,6 +97,21 @@ def recipe_table(patterns: Mapping[str, str]) -> dict[str, Recipe | None]:
     named = [p for p in table if p != "*" and any(fnmatch.fnmatchcase(h.lstrip("*."), p) for h in HEADS)]
     heads: dict[str, Recipe | None] = {} if named else dict.fromkeys(HEADS)
     return {**heads, **table}
+
+
+def unmatched(patterns: Mapping[str, str], layers: Sequence[str]) -> list[str]:
+    """A sentence for each pattern that no layer's name matches: a typing error, or a pattern of another model."""
+    sentences = []
+    for pattern in patterns:
+        if pattern != "*" and not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
+            hint = f"; there is {max(layers, key=functools.partial(_likeness, pattern))!r}" if layers else ""
+            sentences.append(f"no layer matches the recipe's pattern {pattern!r}{hint}")
+    return sentences
+
+
+def _likeness(pattern: str, name: str) -> float:
+    """Of a pattern and the end of a name."""
+    return difflib.SequenceMatcher(None, pattern.strip("*."), name[-len(pattern.strip("*.")) :]).ratio()
 
 
 def is_quantized(patterns: Mapping[str, str]) -> bool:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from te_dist.launch.charts import Line, bars, line_chart
+from te_dist.launch.charts import COLOURS, Line, bars, line_chart, plain
 from te_dist.launch.page import Cell, page, table
 from te_dist.launch.progress import short, size_text
 from te_dist.launch.runs import Run, read_runs
@@ -40,28 +40,41 @@ def summary_rows(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _chart(runs: Sequence[Run], title: str, key: str, label: str, show: Callable[[float], str] | None = None) -> str:
-    lines = [Line(run.name, run.series(key), index) for index, run in enumerate(runs)]
-    return line_chart(title, lines, label) if show is None else line_chart(title, lines, label, show=show)
+def looks(runs: Sequence[Run]) -> list[tuple[int, bool]]:
+    """(colour, dashed) of each run. Where the same recipes were trained in two layouts, a recipe keeps its colour, and
+    the second layout is dashed."""
+    kinds = [(run.recipe, run.start.get("layout")) for run in runs]
+    layouts, recipes = list(dict.fromkeys(k[1] for k in kinds)), list(dict.fromkeys(k[0] for k in kinds))
+    if len(layouts) != 2 or len(set(kinds)) < len(kinds):
+        return [(index, False) for index in range(len(runs))]
+    return [(recipes.index(recipe), layout != layouts[0]) for recipe, layout in kinds]
+
+
+def against(run: Run, base: Run) -> list[tuple[int, float]]:
+    """How much a run's loss is above another's at the same step."""
+    other = dict(base.series("loss"))
+    return [(step, loss - other[step]) for step, loss in run.series("loss") if step in other]
+
+
+def _chart(runs: Sequence[Run], title: str, key: str, label: str, show: Callable[[float], str] = plain) -> str:
+    lines = [Line(run.name, run.series(key), *look) for run, look in zip(runs, looks(runs), strict=True)]
+    return line_chart(title, lines, label, show=show)
 
 
 def _losses(runs: Sequence[Run]) -> str:
-    lines = [Line(run.name, run.series("loss"), index) for index, run in enumerate(runs)]
-    lines += [
-        Line(f"{run.name}, held out", run.series("loss", "eval"), index, dashed=True, marks=True)
-        for index, run in enumerate(runs)
-    ]
+    lines = [Line(run.name, run.series("loss"), *look) for run, look in zip(runs, looks(runs), strict=True)]
+    if len(runs) == 1 or any(len(run.series("loss", "eval")) > 1 for run in runs):  # else the table has them all
+        lines += [
+            Line(f"{run.name}, held out", run.series("loss", "eval"), colour, dashed=True, marks=True)
+            for run, (colour, _) in zip(runs, looks(runs), strict=True)
+        ]
     return line_chart("Loss", lines, "cross entropy, nats per token")
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    base = dict(runs[0].series("loss"))
-    lines = [
-        Line(run.name, [(s, y - base[s]) for s, y in run.series("loss") if s in base], index)
-        for index, run in enumerate(runs)
-        if index
-    ]
-    return line_chart(f"Difference from {runs[0].name}", lines, "loss at the same step, on the same data")
+    base = runs[0]
+    lines = [Line(run.name, against(run, base), *look) for run, look in zip(runs, looks(runs), strict=True)][1:]
+    return line_chart(f"Difference from {base.name}", lines, "loss at the same step, on the same data")
 
 
 def _wire(run: Run) -> str:
@@ -156,15 +169,25 @@ def _layers(run: Run) -> str:
     )
 
 
-def report_html(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return f"te_dist run {runs[0].name}"
+    return "te_dist: " + (", ".join(run.name for run in runs) if len(runs) < 5 else f"{len(runs)} runs")
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
     first = runs[0]
-    title = f"te_dist run {first.name}" if len(runs) == 1 else "te_dist: " + ", ".join(run.name for run in runs)
     start = first.start
-    subtitle = (
+    counts = sorted({run.start.get("ranks", 1) for run in runs})
+    ranks = " and ".join(map(str, counts)) + (" rank" if counts == [1] else " ranks")
+    return (
         f"{first.config.get('hf_config') or first.config.get('preset', '')}, {short(start.get('parameters', 0))} "
-        f"parameters, {start.get('ranks', 1)} rank(s) on {start.get('device', '?')}, "
+        f"parameters, {ranks} on {start.get('device', '?')}, "
         f"te_dist {start.get('te_dist', '?')}, torch {start.get('torch', '?')}"
     )
+
+
+def report_html(runs: Sequence[Run], title: str | None = None) -> str:
     header, rows = summary_rows(runs)
     charts = [_losses(runs)]
     if len(runs) > 1:
@@ -192,7 +215,7 @@ def report_html(runs: Sequence[Run]) -> str:
             for run in runs
         ),
     ]
-    return page(title, subtitle, "".join(body))
+    return page(title or _title(runs), _subtitle(runs), "".join(body))
 
 
 def _section(title: str, parts: list[str]) -> str:
@@ -205,12 +228,12 @@ def _config(run: Run) -> str:
     return path.read_text() if path.exists() else "no config.yaml"
 
 
-def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Path:
+def write_report(folders: Sequence[str | Path], path: Path | None = None, title: str | None = None) -> Path:
     """report.html (and report.png, if matplotlib is there) in the first run's folder, or at `path`."""
-    runs = read_runs(list(folders))
+    runs = read_runs(folders)
     path = path or runs[0].folder / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report_html(runs))
+    path.write_text(report_html(runs, title))
     write_png(runs, path.with_suffix(".png"))
     return path
 
@@ -224,22 +247,17 @@ def write_png(runs: Sequence[Run], path: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from te_dist.launch.charts import COLOURS
-
     panels = [("loss", "loss"), ("tokens_per_s", "tokens per second")]
     if len(runs) > 1:
         panels.insert(1, ("", f"loss, difference from {runs[0].name}"))
     else:
         panels.append(("grad_norm", "gradient norm"))
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), layout="constrained")
-    base = dict(runs[0].series("loss"))
     for axis, (key, title) in zip(axes, panels, strict=True):
-        for index, run in enumerate(runs):
-            points = run.series(key) if key else [(s, y - base[s]) for s, y in run.series("loss") if s in base]
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1.3, label=run.name
-                )
+        for run, (colour, dashed) in zip(runs, looks(runs), strict=True):
+            if points := run.series(key) if key else against(run, runs[0]):
+                style = {"color": COLOURS[colour % len(COLOURS)], "linestyle": "--" if dashed else "-"}
+                axis.plot(*zip(*points, strict=True), linewidth=1.3, label=run.name, **style)
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)

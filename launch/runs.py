@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
     return Run(path, name or path.name, config, events, layers)
 
 
-def read_runs(folders: list[str | Path]) -> list[Run]:
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Runs under short names that tell them apart."""
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):

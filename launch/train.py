@@ -1,4 +1,4 @@
-"""``te-dist train``, or ``torchrun ... -m te_dist.launch.train``."""
+"""``te-dist train [--nproc-per-node N]``, or ``torchrun ... -m te_dist.launch.train``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import warnings
 from te_dist.launch import runtime
 from te_dist.launch.checkpoint import CheckpointError
 from te_dist.launch.config import ConfigError
-from te_dist.launch.options import config_from, parser
+from te_dist.launch.options import config_from, parser, ranks_from
+from te_dist.launch.ranks import run_ranks
 from te_dist.launch.stopping import name_of
 from te_dist.launch.trainer import Trainer, TrainingError
+from te_dist.transport import RankFailed
 
 PATIENCE = 5.0  # seconds in which torchrun ends a rank whose first one has given up
 INTERRUPTED = 130
@@ -27,10 +29,14 @@ def main(argv: list[str] | None = None) -> int:
     # torch warns of writes into what a sharded block returned; none of the models here does that.
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     try:
-        return _run(arguments)
+        ranks, rest = ranks_from(arguments)
+        if ranks is None:
+            return _run(rest)
+        config_from(rest).check(ranks.count)  # a mistake is said here, once, and not by every rank
+        return run_ranks("te_dist.launch.train", rest, ranks.count, ranks.restarts)
     except ConfigError as error:
         return _refuse(error, 2)
-    except (CheckpointError, TrainingError) as error:
+    except (CheckpointError, TrainingError, RankFailed) as error:
         return _refuse(error, 1)
     except KeyboardInterrupt:  # before the first step, or a second time
         return _refuse("interrupted; the newest checkpoint is whole", INTERRUPTED)

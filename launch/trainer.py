@@ -30,6 +30,7 @@ from te_dist.launch.optimization import (
 )
 from te_dist.launch.profiling import StepProfiler
 from te_dist.launch.progress import Lines, progress_for, short, size_text
+from te_dist.launch.recipes import short_label, unmatched
 from te_dist.launch.runtime import World
 from te_dist.launch.stopping import StopRequest, name_of
 from te_dist.launch.tokenizers import padded_vocab, tokenizer_from
@@ -85,6 +86,7 @@ class Trainer:
         train, held_out = load_data(config, tokenizer, self.run_dir / "data", self.world)
         needed = padded_vocab(tokenizer.vocab_size)
         self.built = build_model(config, needed, self.layout, self.world.device)
+        self.warnings += unmatched(config.recipe, [layer.name for layer in self.built.conversion.layers])
         vocabulary = self._vocabulary(needed)
         for data in filter(None, (train, held_out)):
             self.world.attempt(functools.partial(check_vocabulary, data, vocabulary))
@@ -167,7 +169,7 @@ class Trainer:
         log = MetricsLog(self.run_dir, self.world.is_first, config.tensorboard)
         self._write_start(log)
         monitor = te_dist.monitor(self.model, every=config.monitor_every) if config.monitor_every else None
-        view = progress_for(config.progress, config.steps, first, self.world.is_first)
+        view = progress_for(config.progress, config.steps, first, self.world.is_first, short_label(config.recipe))
         profiler = StepProfiler(config.profile_steps, self.run_dir, self.world)
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
@@ -176,7 +178,7 @@ class Trainer:
         try:
             with StopRequest() as request:
                 for step in range(first, config.steps + 1):
-                    with profiler.step(step), count_bytes(step == config.comm_step, step, log):
+                    with profiler.step(step), count_bytes(step == config.comm_step, step, log, self.run_dir):
                         loss, norm, lr = self._step(step)
                     clock.count(self._tokens_per_step())
                     self.done = Progress(step, self.done.tokens + self._tokens_per_step())
@@ -232,7 +234,7 @@ class Trainer:
             for index, tokens in enumerate(microbatches):
                 if self.layout.is_sharded:
                     self.model.set_requires_gradient_sync(index == len(microbatches) - 1)  # type: ignore[operator]
-                tokens = tokens.to(self.world.device, non_blocking=True)
+                tokens = self._on_device(tokens)
                 loss = self.model(tokens[:, :-1], tokens[:, 1:]) / len(microbatches)
                 loss.backward()
                 total += loss.detach()
@@ -241,6 +243,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm, lr
+
+    def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.world.device.type == "cuda":
+            tokens = tokens.pin_memory()  # a copy from other memory waits for the device
+        return tokens.to(self.world.device, non_blocking=True)
 
     def _tokens_per_step(self) -> int:
         config = self.config
@@ -287,7 +294,7 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), device=self.world.device)
         for tokens in self.batches.evaluation(self.config.eval_batches):
-            tokens = tokens.to(self.world.device)
+            tokens = self._on_device(tokens)
             total += self.model(tokens[:, :-1], tokens[:, 1:])
         self.model.train()
         self.eval_loss = self.world.mean(total / self.config.eval_batches)
@@ -331,6 +338,7 @@ class Trainer:
             "start",
             te_dist=te_dist.__version__,
             torch=torch.__version__,
+            cuda=torch.version.cuda,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             ranks=self.world.size,
             layout=str(self.layout),
@@ -346,7 +354,7 @@ class Trainer:
             f"te_dist {te_dist.__version__} on torch {torch.__version__}, {self.world.device.type}, {self.layout}",
             f"model     {config.model_name}, {short(self.built.parameters)} parameters, "
             f"{quantized} of {len(self.built.conversion.layers)} linear layers quantized",
-            f"data      {self.batches.train.name}, {short(len(self.batches.train.tokens))} tokens; "
+            f"data      {config.data}, {short(len(self.batches.train.tokens))} tokens; "
             f"{short(self._tokens_per_step())} a step, {config.steps} steps",
             f"run_dir   {self.run_dir}",
             f"config\n{config.resolved()}",

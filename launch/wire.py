@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,10 +13,13 @@ from torch import nn
 import te_dist.parallel
 from te_dist.launch.metrics import MetricsLog
 
+REPORT = "comm_report.txt"
+
 
 @contextlib.contextmanager
-def count_bytes(wanted: bool, step: int, log: MetricsLog) -> Iterator[None]:
-    """Write what rank 0 handed to te_dist's collectives in this step, by kind, payload and dtype."""
+def count_bytes(wanted: bool, step: int, log: MetricsLog, run_dir: Path) -> Iterator[None]:
+    """Write what rank 0 handed to te_dist's collectives in this step: by kind, payload and dtype into the metrics, and
+    by layer into a file."""
     if not wanted or not dist.is_initialized():
         yield
         return
@@ -31,6 +35,8 @@ def count_bytes(wanted: bool, step: int, log: MetricsLog) -> Iterator[None]:
         for (kind, payload, dtype, phase), (count, size) in merged.items()
     ]
     log.write("wire", step=step, collectives=rows)
+    if log.enabled:
+        (run_dir / REPORT).write_text(f"step {step}\n{report}\n")
 
 
 def weight_gathers(model: nn.Module) -> list[dict[str, Any]]:

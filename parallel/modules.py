@@ -21,9 +21,9 @@ import te_dist
 from te_dist import transport
 from te_dist.groups import GroupLike, resolve_group
 from te_dist.modules import parameters
-from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import linear_spec
 from te_dist.parallel.comm import COLUMN, ROW, TensorParallel
+from te_dist.parallel.shared import TakesGathered
 from te_dist.recipe import NoRecipe
 
 parameters.spread_types = (DTensor,)
@@ -80,7 +80,7 @@ def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placeme
     module._parameters[name] = made
 
 
-class ParallelLayer(QuantizedLayer):
+class ParallelLayer(TakesGathered):
     """What the parallel forms of te_dist's layers share.
 
     Attributes:
@@ -176,6 +176,19 @@ class ParallelLayer(QuantizedLayer):
         except Exception as error:
             transport.announce_failure(self.spec.group_name, error)
             raise
+
+    def _check_input(self, inp: Tensor, weight: Tensor) -> None:
+        try:
+            super()._check_input(inp, weight)
+        except (TypeError, ValueError) as error:  # also while a graph is traced, where _run cannot catch
+            self._announce(type(error) is TypeError, error.args[0])
+            raise
+
+    @torch.compiler.assume_constant_result
+    def _announce(self, is_type_error: bool, text: str) -> None:
+        """Tell the other ranks, which wait for this one, what it will raise. In a compiled graph: while tracing."""
+        if self._is_parallel:
+            transport.announce_failure(self.spec.group_name, (TypeError if is_type_error else ValueError)(text))
 
     # ---------------------------------------------------------------------------------------- state
     def reset_parameters(self) -> None:
@@ -387,6 +400,13 @@ class GroupedLinear(ParallelLayer, te_dist.GroupedLinear):
         te_dist.GroupedLinear.__init__(self, num_gemms, in_features, out_features, **options)
         choices = ParallelOptions(sequence_parallel, keep_gathered, reduce_dtype, amax)
         self._construct_parallel(parallel_mode, tp_group, tp_size, choices)
+
+    def _splits(self, m_splits: Any, inp: Tensor) -> list[int] | Tensor:
+        try:
+            return super()._splits(m_splits, inp)
+        except (TypeError, ValueError) as error:
+            self._announce(type(error) is TypeError, error.args[0])
+            raise
 
     def _placements(self, mode: str) -> dict[str, Placement]:
         first = 0 if mode == COLUMN else 1

@@ -109,7 +109,7 @@ def parallelize(
         apply_style(name, module, mesh, style, options, takes_gathered=inside)
     for name, module in gathered:
         if sequence_parallel:
-            SharedGather.attach(module, mesh, name)
+            SharedGather.attach(module, mesh, name, reduce_dtype)
     return model if overlap == "off" else apply_overlap(model, overlap, table)
 
 

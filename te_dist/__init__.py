@@ -12,6 +12,7 @@ from te_dist import delayed_scaling as delayed_scaling
 from te_dist import dynamo as dynamo
 from te_dist import ops as ops
 from te_dist import recipe as recipe
+from te_dist.exporting import export
 from te_dist.formats import DType
 from te_dist.kernels import use_backend
 from te_dist.modules import (
@@ -105,6 +106,7 @@ __all__ = [
     "__version__",
     "autocast",
     "convert",
+    "export",
     "frozen_weights",
     "implicit_dequantization",
     "implicit_dequantizations",

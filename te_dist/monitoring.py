@@ -31,6 +31,7 @@ from te_dist.producers import Plain, Producer
 from te_dist.quantizers import NVFP4Quantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.torch_compat import allow_graphs
 
 Statistics = dict[str, dict[str, dict[str, float]]]  # layer -> role -> statistic -> value
 Log = str | Path | Callable[[int, Statistics], None]
@@ -137,6 +138,9 @@ class Monitor:
         self._maxima: Tensor | None = None
         self._is_on = False
         self._warned = False
+        for layer in self._layers.values():
+            layer._is_watched = True
+        allow_graphs(8 + 2 * len(self._layers))
         self._turn_on()
 
     # ---------------------------------------------------------------------------------------- sampling
@@ -155,6 +159,8 @@ class Monitor:
 
     def close(self) -> None:
         self._turn_off()
+        for layer in self._layers.values():
+            layer._is_watched = False
 
     def __enter__(self) -> Monitor:
         return self
@@ -283,7 +289,8 @@ def monitor(model: nn.Module, every: int = 100, log: Log | None = None, *, group
     is sampled. Weights are looked at as they are then.
 
     A sampled step costs a few passes over every operand, and at its end a wait for the device; other steps cost
-    nothing. It changes no result. Steps that replay a CUDA graph cannot be looked into.
+    nothing. It changes no result. Steps that replay a CUDA graph cannot be looked into. Blocks that are compiled one by
+    one share no graph while a monitor is open, since each layer is to be told from the others: compiling takes longer.
 
     Args:
         every: 100 samples steps 1, 101, 201, ...

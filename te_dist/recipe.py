@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from te_dist.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from te_dist.values import Value, value_type
+from te_dist.values import Value, interned, value_type
 
 TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
@@ -394,22 +393,13 @@ class RecipeState:
 
 
 # ------------------------------------------------------------------------------------------------- scope
-@functools.lru_cache(maxsize=1024)
-def _first_equal(recipe: Recipe) -> Recipe:
-    return recipe
-
-
-def interned(recipe: Recipe | None) -> Recipe | None:
-    """The first recipe that was equal to this one. Dynamo guards on identity, so a recipe made anew on every step
-    would compile every step."""
-    return recipe if recipe is None or torch.compiler.is_compiling() else _first_equal(recipe)
-
-
 class _Active:
-    """The innermost scope. An object's attribute, because Dynamo follows writes to those."""
+    """The innermost scope. An object's attributes, because Dynamo follows writes to those; and its own from the start,
+    because Dynamo compiles anew once an attribute of the class has become one of the object."""
 
-    recipe: Recipe | None = None
-    disabled = False  # inside autocast(enabled=False): a module's own recipe does not count either
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.disabled = False  # inside autocast(enabled=False): a module's own recipe does not count either
 
 
 _active = _Active()
@@ -447,7 +437,7 @@ class autocast:
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"autocast expects a Recipe but got {type(recipe).__name__}")
-        self._recipe = interned(recipe or Float8CurrentScaling()) if enabled else None
+        self._recipe: Recipe | None = interned(recipe or Float8CurrentScaling()) if enabled else None
         self._enabled = bool(enabled)
         self._outer: list[tuple[Recipe | None, bool]] = []
 

@@ -213,6 +213,15 @@ def traces_checkpoint() -> bool:
     return False
 
 
+def allow_graphs(count: int) -> None:
+    """Let torch.compile keep at least `count` graphs of one function; with fullgraph=True one too many is an error."""
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * count)
+
+
 # ------------------------------------------------------------------------------------------------- ends of groups
 def before_destroying(callback: Callable[[Any], None]) -> None:
     """Call `callback(group)` before a process group is destroyed; with None, before all are. torch has no such hook, so

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from te_dist.torch_compat import OpaqueBase, register_value_type
 
 T = TypeVar("T", bound=type)
+V = TypeVar("V")
 
 
 class Value(OpaqueBase):
@@ -36,6 +38,17 @@ def value_type(cls: T) -> T:
     _remember_hash(cls)
     register_value_type(cls, [field.name for field in dataclasses.fields(cls)])
     return cls
+
+
+def interned(value: V) -> V:
+    """The first value that was equal to this one. Dynamo guards on identity: of two equal values, in two layers or in
+    two steps, each would have its own graph."""
+    return value if torch.compiler.is_dynamo_compiling() else _first_equal(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _first_equal(value: Any) -> Any:
+    return value
 
 
 def _remember_hash(cls: type) -> None:

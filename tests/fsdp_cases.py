@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ RECIPES: dict[str, Recipe | None] = {
 MAIN = ("current", "delayed", "block", "mxfp8", "nvfp4")  # one for each recipe class
 ONE_PLANE = ("current", "current_pow2", "delayed", "block", "mxfp8_2d", "nvfp4")
 COMMON_BUFFERS = ("_scale_inv", "_amax_rowwise", "_amax_columnwise")
+# Every combination of what each test otherwise takes a cross section of.
+FULL_MATRIX = os.environ.get("TE_DIST_FULL_MATRIX") == "1"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -117,8 +120,9 @@ def build(recipe: str | None, device: str, mesh: DeviceMesh | None = None, **opt
 # ------------------------------------------------------------------------------------------------- training
 SGD = "sgd"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    SGD: lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3),
+    # Not foreach, which would be the default for plain tensors on a GPU, but not for DTensors.
+    SGD: lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=False),
     "foreach": lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, lr=3e-3, fused=True),
     "muon_like": lambda params: SignedMomentum(params, lr=1e-3),

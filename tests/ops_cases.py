@@ -236,7 +236,7 @@ class TwinComm(Comm):
     def is_local(self) -> bool:
         return False
 
-    def start_gather(self, operands: list[Any]) -> Done[list[Any]]:
+    def start_gather(self, operands: list[Any], beside: str = "") -> Done[list[Any]]:
         return Done([self._twice(operand) for operand in operands])
 
     def _twice(self, operand: Any) -> Any:
@@ -245,7 +245,7 @@ class TwinComm(Comm):
         # Quantized bytes, put together by quantizing what they stand for: exact on whole numbers.
         return operand.quantizer.quantize(torch.cat([operand.dequantize()] * self.size))
 
-    def start_reduce(self, move: Move, result: Tensor) -> Done[Tensor]:
+    def start_reduce(self, move: Move, result: Tensor, beside: str = "") -> Done[Tensor]:
         if move is Move.ALL_REDUCE:
             return Done(result.mul_(self.size))  # in place, as NCCL does
         if move is Move.REDUCE_SCATTER:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from te_dist.launch.options import config_from
+from te_dist.launch.options import config_from, ranks_from
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ROOT = DOCS.parent
-PAGES = ("quickstart", "accelerate", "checkpoints", "troubleshooting", "migrating")
+PAGES = ("quickstart", "recipes", "compile", "accelerate", "checkpoints", "numerics", "troubleshooting", "migrating")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -42,17 +42,18 @@ def test_commands_are_ones_that_te_dist_train_takes(page: str, line: str, monkey
     monkeypatch.chdir(ROOT)
     words = shlex.split(line)
     start = words.index("train") if "train" in words else words.index("te_dist.launch.train")
-    config_from(words[start + 1 :])  # raises for an option that does not exist
+    _, options = ranks_from(words[start + 1 :])
+    config_from(options)  # raises for an option that does not exist
 
 
 def test_commands_were_found() -> None:
     assert len(commands()) >= 6
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.md")))
 def test_links_and_paths_exist(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert (DOCS / target).exists(), target
     for path in re.findall(r"`(launch/examples/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
@@ -70,7 +71,7 @@ def test_troubleshooting_quotes_what_te_dist_says() -> None:
 def test_every_option_in_the_text_exists() -> None:
     from te_dist.launch.config import TrainConfig
 
-    known = {"--" + name.replace("_", "-") for name in TrainConfig().as_dict()} | {"--config"}
-    for page in ("quickstart", "checkpoints", "troubleshooting"):
+    known = {"--" + name.replace("_", "-") for name in TrainConfig().as_dict()} | {"--config", "--nproc-per-node"}
+    for page in ("quickstart", "recipes", "compile", "checkpoints", "troubleshooting"):
         for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", (DOCS / f"{page}.md").read_text()):
             assert flag in known or flag.replace("--no-", "--") in known, (page, flag)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +196,92 @@ def interrupted(rank: int, world: int, folder: str) -> None:
 
 def test_interrupted_save(rank_pools: Pools, tmp_path: Path) -> None:
     rank_pools(2).run(interrupted, str(tmp_path), timeout=240)
+
+
+def check_replaced(folder: Path) -> None:
+    """Killed between the two renames of a step that is saved again: the old one is found where it has stepped aside."""
+    model = make("current", "cpu")
+    for step in (1, 2):
+        save_checkpoint(folder, step, model)
+    os.rename(folder / "step_2", folder / "step_2.replaced")
+    assert latest_checkpoint(folder) == 2
+    other = make("current", "cpu", seed=3)
+    assert load_checkpoint(folder, other) == 2
+    assert_same(model, other)
+    save_checkpoint(folder, 2, other)
+    assert sorted(os.listdir(folder)) == ["step_1", "step_2"]
+
+
+def test_killed_while_a_step_is_replaced(tmp_path: Path) -> None:
+    check_replaced(tmp_path)
+
+
+def write_until_killed(rank: int, world: int, folder: str, asynchronous: bool) -> None:
+    """A rank of a run of its own. The last rank stops in the middle of writing step 2, and waits there to be killed."""
+    from torch.distributed.checkpoint import filesystem
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
+    model = build("mxfp8", "cpu", mesh_of("cpu", world))
+    optimizer = adamw(model)
+    data = batches(2, world, "cpu")
+    train(model, data[:1], rank, optimizer=optimizer)
+    save_checkpoint(f"{folder}/run", 1, model, optimizer)
+    kept = {name: full(p) for name, p in model.named_parameters()}
+    if rank == 0:
+        torch.save(kept, f"{folder}/kept.pt")
+    train(model, data[1:], rank, optimizer=optimizer)
+    real, written = filesystem._write_item, []
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        written.append(real(*args, **kwargs))
+        if len(written) == 4:
+            Path(f"{folder}/in_the_middle").touch()
+            time.sleep(600)
+        return written[-1]
+
+    if rank == world - 1:
+        filesystem._write_item = write
+    save_checkpoint(f"{folder}/run", 2, model, optimizer, asynchronous=asynchronous).wait()
+
+
+def test_a_rank_killed_while_it_writes(tmp_path: Path) -> None:
+    """kill -9 of a process that has written a part of its file: the other rank fails, and step 1 loads."""
+    context = torch.multiprocessing.get_context("spawn")
+    runs: dict[Path, list[Any]] = {}
+    for asynchronous in (False, True):  # side by side
+        folder = tmp_path / f"{asynchronous}"
+        folder.mkdir()
+        runs[folder] = [
+            context.Process(target=write_until_killed, args=(rank, 2, str(folder), asynchronous), daemon=True)
+            for rank in range(2)
+        ]
+        for process in runs[folder]:
+            process.start()
+    for folder, processes in runs.items():
+        deadline = time.monotonic() + 120
+        while not (folder / "in_the_middle").exists():
+            assert all(p.is_alive() for p in processes) and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(processes[1].pid, signal.SIGKILL)
+        for process in processes:
+            process.join(60)
+        assert processes[1].exitcode == -signal.SIGKILL
+        assert processes[0].exitcode == 1, "the other rank does not wait for it"
+        run = folder / "run"
+        left = os.listdir(run / "step_2.partial")
+        assert any(name.endswith(".distcp") for name in left) and ".metadata" not in left
+        assert latest_checkpoint(run) == 1
+        kept = torch.load(folder / "kept.pt", weights_only=True)
+        model = make("mxfp8", "cpu", seed=3)
+        optimizer = adamw(model)
+        assert load_checkpoint(run, model, optimizer) == 1
+        for name, p in model.named_parameters():
+            assert torch.equal(p, kept[name]), name
+        assert all(float(state["step"]) == 1 for state in optimizer.state.values())
+        save_checkpoint(run, 2, model, optimizer)
+        assert sorted(os.listdir(run)) == ["step_1", "step_2"] and latest_checkpoint(run) == 2
 
 
 # ------------------------------------------------------------------------------------------------- state dicts

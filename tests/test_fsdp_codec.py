@@ -9,7 +9,7 @@ from torch import Tensor
 
 import te_dist
 from te_dist.parallel.fsdp.codec import WeightCodec
-from te_dist.parallel.fsdp.shards import Shards
+from te_dist.parallel.fsdp.shards import Place, Shards
 from te_dist.tensors import QuantizedStorage
 
 QUANTIZERS = {
@@ -25,47 +25,59 @@ QUANTIZERS = {
 }
 
 
-def gather(codecs: list[WeightCodec], weight: Tensor) -> QuantizedStorage:
-    """What all ranks together make of a weight."""
-    parts = [weight[c.shards.first : c.shards.last] for c in codecs]
-    amaxes = None
-    if codecs[0].amax_count:
-        bits = torch.stack([c.contribution(p).view(torch.int32) for c, p in zip(codecs, parts, strict=True)])
-        amaxes = bits.amax(0).view(torch.float32)
-    planes = list(codecs[0].planes)
-    sent = [c.encode(p, planes, amaxes) for c, p in zip(codecs, parts, strict=True)]
-    for encoded in sent:
-        assert [t.numel() for t in encoded.wire] == codecs[0].wire_sizes(planes)
-        assert all(t.dtype == torch.uint8 and t.dim() == 1 for t in encoded.wire)
-    whole = [torch.cat(ts) for ts in zip(*[e.wire for e in sent], strict=True)]
-    storage = codecs[0].storage(weight.dtype, weight.device)
-    for name in codecs[0].copied(planes):
+def gather(quantizer: te_dist.Quantizer, weight: Tensor, ranks: int, sizes: list[int]) -> QuantizedStorage:
+    """What all ranks together make of a weight that is joined from parameters of the given numbers of rows."""
+    rows, cols = weight.shape
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    codecs = [
+        [WeightCodec(quantizer, Shards(size, ranks, r), cols, place=Place(first, rows)) for r in range(ranks)]
+        for first, size in zip(firsts, sizes, strict=True)
+    ]
+    amaxes: list[Tensor | None] = []
+    for of_part, param in zip(codecs, weight.split(sizes), strict=True):
+        given = [c.contribution(param[c.shards.first : c.shards.last]).view(torch.int32) for c in of_part]
+        amaxes.append(torch.stack(given).amax(0).view(torch.float32) if of_part[0].amax_count else None)
+    if codecs[0][0].tensor_amax_count:
+        largest = torch.stack([a[0].view(torch.int32) for a in amaxes if a is not None]).amax(0).view(torch.float32)
+        for reduced in amaxes:
+            assert reduced is not None
+            reduced[0] = largest
+    first_codec = codecs[0][0]
+    planes = list(first_codec.planes)
+    storage = first_codec.storage(weight.dtype, weight.device)
+    for name in first_codec.copied(planes):
         buffer = getattr(storage, name)
         buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
         buffer.view(torch.uint8).fill_(0xAB)  # what is not written must not be right by chance
-    at = 0
-    for plane in codecs[0].planes.values():
-        codecs[0].place(storage, plane, whole[at])
-        at += 1 if plane.scale is None else 2
-    codecs[0].decode(storage, planes, whole)
-    for encoded in sent:
-        for name, value in encoded.common.items():
-            assert torch.equal(value.view(torch.int32), sent[0].common[name].view(torch.int32)), "ranks disagree"
-            getattr(storage, name).copy_(value)
+    for of_part, reduced, param in zip(codecs, amaxes, weight.split(sizes), strict=True):
+        codec = of_part[0]
+        sent = [c.encode(param[c.shards.first : c.shards.last], planes, reduced) for c in of_part]
+        for encoded in sent:
+            assert [t.numel() for t in encoded.wire] == codec.wire_sizes(planes)
+            assert all(t.dtype == torch.uint8 and t.dim() == 1 for t in encoded.wire)
+        whole = [torch.cat(ts) for ts in zip(*[e.wire for e in sent], strict=True)]
+        at = 0
+        for plane in codec.planes.values():
+            codec.adopt(storage, plane, whole[at])
+            at += 1 if plane.scale is None else 2
+        codec.decode(storage, planes, whole)
+        for encoded in sent:
+            for name, value in encoded.common.items():
+                assert torch.equal(value.view(torch.int32), sent[0].common[name].view(torch.int32)), "ranks disagree"
+                getattr(storage, name).copy_(value)
     return storage
 
 
-def check(name: str, weight: Tensor, ranks: int) -> None:
-    quantizer = QUANTIZERS[name]
-    rows, cols = weight.shape
-    if WeightCodec.obstacle(quantizer, Shards(rows, ranks, 0)):
-        assert name == "nvfp4_1d" and Shards(rows, ranks, 0).height % 2
+def check(name: str, weight: Tensor, ranks: int, sizes: list[int] | None = None) -> None:
+    quantizer, sizes = QUANTIZERS[name], sizes or [weight.shape[0]]
+    if any(WeightCodec.obstacle(quantizer, Shards(size, ranks, 0)) for size in sizes):
+        assert name == "nvfp4_1d" and any(Shards(size, ranks, 0).height % 2 for size in sizes)
         return
-    storage = gather([WeightCodec(quantizer, Shards(rows, ranks, r), cols) for r in range(ranks)], weight)
+    storage = gather(quantizer, weight, ranks, sizes)
     expected = storage.quantizer.quantize(weight)
     for buffer in expected.inner_names():
         mine, theirs = (getattr(s, buffer).view(torch.uint8) for s in (storage, expected))
-        assert torch.equal(mine, theirs), f"{name} {list(weight.shape)} over {ranks}: {buffer}"
+        assert torch.equal(mine, theirs), f"{name} {list(weight.shape)}, {sizes} over {ranks}: {buffer}"
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -96,6 +108,24 @@ def test_random_sizes(name: str) -> None:
         check(name, varied((2 * half_rows, 2 * half_cols), torch.float32, seed), ranks)
 
     run()
+
+
+BLOCK_ROWS = {"current": 1, "current_eps": 1, "block": 128, "block_f32": 128, "block_1d": 128, "mxfp8": 32,
+              "mxfp8_2d": 32, "nvfp4": 16, "nvfp4_1d": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_joined_from_several_parameters(name: str) -> None:
+    """As q, k and v are, each cut over the ranks by itself: all but the last end where blocks end."""
+    block = max(BLOCK_ROWS[name], 2)
+    for ranks in (1, 2, 3, 4):
+        for sizes in ([block, 2 * block, 34], [3 * block, 3 * block], [block, block, block, 2]):
+            for seed in (0, 1):
+                weight = varied((sum(sizes), 66), torch.bfloat16, seed)
+                weight[sizes[0] * seed] *= 40.0  # the largest value is in one part
+                check(name, weight, ranks, sizes)
+    inside = WeightCodec.obstacle(QUANTIZERS[name], Shards(64, 2, 0), Place(block // 2, 256))
+    assert (f"block of {block} rows" in inside) == (BLOCK_ROWS[name] > 1)
 
 
 @pytest.mark.parametrize("name", ["block", "mxfp8", "mxfp8_2d", "block_1d"])

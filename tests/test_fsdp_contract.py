@@ -41,14 +41,23 @@ def test_attributes() -> None:
     for name in (
         "_module_info", "_orig_size", "padded_sharded_param_size", "_sharded_param_data", "sharded_param", "shard_mesh",
         "mesh_info", "fsdp_placement", "sharded_state", "_extensions_data", "unsharded_accumulated_grad", "param_dtype",
-        "orig_dtype", "device",
+        "orig_dtype", "device", "reduce_dtype",
     ):  # fmt: skip
         assert f"self.{name}" in text or f"def {name}" in text, name
     group = source(_fsdp_param_group.FSDPParamGroup)
     for name in ("fsdp_params", "_training_state", "post_forward_mesh_info", "mesh_info", "reshard_after_backward",
-                 "mp_policy"):  # fmt: skip
+                 "mp_policy", "force_sum_reduction_for_comms", "device"):  # fmt: skip
         assert f"self.{name}" in group, name
     assert {"IDLE", "FORWARD", "PRE_BACKWARD"} <= set(TrainingState.__members__)
+
+
+def test_every_gradient_passes_one_function() -> None:
+    """Where those that come in bf16 are widened, beside weights whose gradients are float32."""
+    param = _fsdp_param.FSDPParam
+    for name in ("unsharded_grad_data", "unsharded_accumulated_grad_data", "unsharded_zero_grad_data"):
+        assert "self._get_grad_inner_tensor(" in source(getattr(param, name).fget), name
+    assert list(inspect.signature(param._get_grad_inner_tensor).parameters) == ["self", "grad"]
+    assert "self._unsharded_param.grad.dtype == self.reduce_dtype" in source(param.to_accumulated_grad_if_needed)
 
 
 def test_where_a_forward_begins() -> None:

@@ -39,10 +39,8 @@ def check_errors(rank: int, world: int) -> None:
 
     # An unsupported layout under "on": structure, recipe, placement, sharding.
     on = {"mesh": mesh, "quantized_all_gather": "on"}
-    split = nn.Sequential(linear("current", parameters_split=("q", "k")))
-    raises(lambda: fully_shard(split, **on), "'0'", "parameters_split")
-    grouped = te_dist.GroupedLinear(2, 32, 64, single_grouped_weight=True, recipe=RECIPES["mxfp8"])
-    raises(lambda: fully_shard(nn.Sequential(grouped), **on), "'0'", "single_grouped_weight")
+    split = nn.Sequential(linear("block", parameters_split=("q", "k")))
+    raises(lambda: fully_shard(split, **on), "'0.q_weight'", "joins several parameters, at row 32", "block of 128 rows")
     high = te_dist.recipe.Float8CurrentScaling(backward_override="high_precision")
     raises(
         lambda: fully_shard(nn.Sequential(te_dist.Linear(32, 64, recipe=high)), **on),
@@ -109,8 +107,10 @@ def check_auto(rank: int, world: int, device: str) -> None:
         return te_dist.GroupedLinear(2, cols, 64, recipe=RECIPES["mxfp8"], device=device, **options)
 
     layers: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-        "split": (
-            lambda: linear("mxfp8", cols=cols, parameters_split=("q", "k"), device=device), "high precision", "parts",
+        "split": (lambda: linear("mxfp8", cols=cols, parameters_split=("q", "k"), device=device), "quantized", ""),
+        "split in a block": (
+            lambda: linear("mxfp8", 48, cols, parameters_split=("q", "k", "v"), device=device),
+            "high precision", "joins several parameters",
         ),
         "high": (lambda: te_dist.Linear(cols, 64, recipe=high, device=device), "high precision", "dgrad"),
         "dequantized": (lambda: te_dist.Linear(cols, 64, recipe=dequantized, device=device), "quantized", ""),
@@ -118,7 +118,7 @@ def check_auto(rank: int, world: int, device: str) -> None:
             lambda: linear("nvfp4_1d", rows=3 * world, cols=cols, device=device), "quantized after", "share a byte",
         ),
         "no recipe": (lambda: linear(None, cols=cols, device=device), "high precision", "no recipe"),
-        "one parameter": (lambda: grouped(single_grouped_weight=True), "high precision", "single_grouped_weight"),
+        "one parameter": (lambda: grouped(single_grouped_weight=True), "quantized", ""),
         "experts": (grouped, "quantized", ""),
     }  # fmt: skip
     for name, (build_layer, how, reason) in layers.items():
@@ -161,7 +161,12 @@ def check_layer_called_alone(rank: int, world: int) -> None:
     layer.weight = gathered
     with pytest.raises(RuntimeError, match="not unsharded"):
         layer(x)
+    with pytest.raises(RuntimeError, match=r"blocks.0.up.weight is not unsharded"):
+        gathered.dequantize()
+    assert "without memory" in repr(gathered) and "[160, 96]" in repr(gathered)
     y.sum().backward()
+    model.blocks[0].unshard()
+    assert "unsharded" in repr(model.blocks[0].up.weight)
 
 
 def test_missing_memory_is_an_error(rank_pools: Pools) -> None:

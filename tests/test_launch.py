@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, look_at
 
 from te_dist import kernels
 from te_dist.launch import cli, demo, doctor, formats
+from te_dist.launch.recipes import RECIPE_NAMES
 from te_dist.launch.runs import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,31 +139,49 @@ def test_formats_refuses_wrong_arguments(arguments: list[str], capsys: pytest.Ca
     assert "error" in capsys.readouterr().err
 
 
-def test_demo_trains_four_ranks_in_every_recipe(tmp_path: Path) -> None:
-    """TP=2 x FSDP=2 with SP: quantized curves follow bf16's, one run is resumed, and the page is there."""
+def test_demo_trains_every_recipe_alone_and_four_ranks(tmp_path: Path) -> None:
+    """One process, then TP=2 x FSDP=2 with SP: quantized curves follow bf16's, the ranks' follow those of one process,
+    one run is resumed, and the page is there."""
     pytest.importorskip("matplotlib")
     done = subprocess.run(
-        [sys.executable, "-m", "te_dist.launch.demo", "--steps", "16", "--out", str(tmp_path), "--device", "cpu"],
+        [sys.executable, "-m", "te_dist.launch.demo", "--steps", "12", "--out", str(tmp_path), "--device", "cpu"],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = {recipe: read_run(tmp_path / recipe) for recipe in demo.RECIPES}
-    base = dict(runs["bf16"].series("loss"))
-    for recipe, run in runs.items():
+    folders = list(demo.folders(tmp_path))
+    runs = {(stage, recipe): read_run(folder) for stage, recipe, folder in folders}
+    assert [recipe for stage, recipe in runs if stage == "1-rank"] == ["bf16", *doctor_recipes()]
+    assert [recipe for stage, recipe in runs if stage == "4-ranks"] == ["bf16", "fp8_current", "fp8_block", "nvfp4"]
+    base = dict(runs["1-rank", "bf16"].series("loss"))
+    for (stage, recipe), run in runs.items():
         losses = dict(run.series("loss"))
-        assert list(losses) == list(range(1, 17)) and losses[1] > 5.0 > run.final_loss
-        assert run.start["layout"] == "dp_shard=2 x tp=2"
+        assert list(losses) == list(range(1, 13)) and losses[1] > 5.0 > run.final_loss
+        assert run.start["layout"] == ("1 process" if stage == "1-rank" else "dp_shard=2 x tp=2")
         # FP8 noise moves a loss of about 4 by a percent at most in so few steps, FP4's a few times that.
         limit = 0.25 if recipe == "nvfp4" else 0.06
         assert max(abs(losses[s] - base[s]) for s in base) < limit, recipe
-        assert (run.resumes == [8]) == (recipe == demo.RESUMED)
-        assert run.wire_bytes > 0 and (recipe == "bf16" or run.quantization is not None)
-    assert runs["nvfp4"].wire_bytes < runs["fp8_current"].wire_bytes < runs["bf16"].wire_bytes
+        assert run.resumes == ([6] if (stage, recipe) == ("4-ranks", demo.RESUMED) else [])
+        assert (run.wire_bytes > 0) == (stage == "4-ranks") and (recipe == "bf16") == (run.quantization is None)
+    wires = [runs["4-ranks", recipe].wire_bytes for recipe in ("nvfp4", "fp8_current", "bf16")]
+    assert wires == sorted(wires) and len(set(wires)) == 3
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    if CHROMIUM is not None:
+        assert "1-rank/bf16  " in look_at(tmp_path / "report.html", tmp_path)["tip"]
     lines = done.stdout.strip().splitlines()
-    assert lines[-1] == f"report: {tmp_path / 'report.html'}" and "resumed from the checkpoint of step 8" in done.stdout
-    for recipe in demo.RECIPES:
-        assert any(line.startswith(recipe) for line in lines)
+    assert lines[-1] == f"report: {tmp_path / 'report.html'}"
+    assert "is resumed from the checkpoint of step 6" in done.stdout
+    for stage, recipe, _ in folders:
+        assert any(line.startswith(f"{stage}/{recipe} ") for line in lines)
+    # What one step put on the wire, by layer: the sequence-parallel gathers are bytes.
+    assert any(
+        re.match(r"layers\.0\.layernorm_mlp +forward +all_gather +e4m3 per tensor, row +uint8 ", line) for line in lines
+    )
+    assert any(line.startswith("total ") for line in lines)
+
+
+def doctor_recipes() -> list[str]:
+    """The names that doctor's table of recipes has on the command line, in its order."""
+    return [next(n for n, cls in RECIPE_NAMES.items() if cls.__name__ == name) for name in doctor.QUANTIZE_KERNEL]
 
 
 def test_parallel_example_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,22 +205,23 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
 
 
-def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["one process", "4 ranks"])
+def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
+    """While this process trains, and while its ranks start or train."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "te_dist.launch.cli", "demo", "--steps", "2000", "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "te_dist.launch.cli", "demo", "--steps", "2000" if stage == "one process" else "2",
+         "--out", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if "training" in line:
+            if line.startswith(stage):
                 break
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=90)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert errors.strip().endswith("te-dist demo: interrupted")
+    assert process.returncode == 130, errors
+    assert errors.strip() == "te-dist demo: stopped by Ctrl-C"

@@ -354,3 +354,21 @@ def test_opcheck() -> None:
     ):
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(getattr(torch.ops.te_dist, op).default, args, test_utils=checks)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_equal_sequentials_share_their_graphs(recipe: str) -> None:
+    """torch gives up after eight graphs of one function, and a model has more blocks than that."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
+    blocks = torch.nn.Sequential()
+    for _ in range(10):
+        block = ops.Sequential(ops.RMSNorm(32, **options), ops.Linear(32, 64, **options), ops.SwiGLU())
+        block.compile(fullgraph=True, backend=counter)
+        blocks.append(block)
+    for s in range(2):
+        with te_dist.autocast(recipe=RECIPES[recipe]):
+            y = blocks(torch.ones(32, 32, dtype=torch.bfloat16, requires_grad=True))
+        y.sum().backward()
+        assert counter.frame_count == 1, f"step {s}"

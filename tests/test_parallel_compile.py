@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from parallel_cases import MODES, RECIPES, compare, linear, parallel_twin, part, sample, shake, step, tp_mesh
 from torch import nn
@@ -89,15 +90,8 @@ class CountingBackend:
         return self.inner(graph, inputs)
 
 
-# Every layer, mode and recipe once or more; TE_DIST_FULL_MATRIX=1 runs all of their combinations.
-CASES = [
-    *(("linear", label, "current", "aot_eager") for label in MODES),
-    *(("linear", "column+SP", recipe, "aot_eager") for recipe in ("delayed", "stochastic")),
-    ("linear", "row+SP", "block", "aot_eager"),
-    ("layernorm_linear", "column+SP", "mxfp8", "aot_eager"),
-    ("grouped", "row+SP", "mxfp8", "aot_eager"),
-    ("transformer", "column+SP", "current", "aot_eager"),
-]
+# Every layer, mode and recipe once or more; TE_DIST_FULL_MATRIX=1 runs all of their combinations, and
+# TE_DIST_FULL_MATRIX=inductor runs them with that backend.
 KINDS = {
     "linear": list(MODES),
     "grouped": list(MODES),
@@ -105,24 +99,30 @@ KINDS = {
     "layernorm_mlp": ["column", "column+SP"],
     "transformer": ["column", "column+SP"],
 }
-if os.environ.get("TE_DIST_FULL_MATRIX"):
+CASES = [
+    *(("linear", label, "current", "aot_eager") for label in MODES),
+    *(("linear", "column+SP", recipe, "aot_eager") for recipe in ("delayed", "stochastic")),
+    ("linear", "row+SP", "block", "aot_eager"),
+    ("layernorm_linear", "column+SP", "mxfp8", "aot_eager"),
+    ("grouped", "row+SP", "mxfp8", "aot_eager"),
+    ("transformer", "column+SP", "current", "aot_eager"),
+    ("layernorm_mlp", "column+SP", "nvfp4", "inductor"),
+]
+FULL = os.environ.get("TE_DIST_FULL_MATRIX")
+if FULL:
     CASES = [
-        (kind, label, recipe, "aot_eager")
+        (kind, label, recipe, "inductor" if FULL == "inductor" else "aot_eager")
         for kind, labels in KINDS.items()
         for label in labels
         for recipe in (*RECIPES, "stochastic")
     ]
-INDUCTOR = [
-    ("layernorm_mlp", "column+SP", "nvfp4", "inductor"),
-]
 
 
-def test_compiled_equals_eager(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(compiled_equals_eager, device, CASES, timeout=280)
-
-
-def test_compiled_by_inductor(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(compiled_equals_eager, device, INDUCTOR, timeout=280)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_equals_eager(rank_pools: Pools, device: str, kind: str) -> None:
+    cases = [case for case in CASES if case[0] == kind]
+    rank_pools(2).run(compiled_equals_eager, device, cases, timeout=max(280, 30 * len(cases)))
 
 
 class SmallModel(nn.Module):

@@ -18,6 +18,9 @@ import torch.multiprocessing as mp
 from parallel_cases import RECIPES, linear, parallel_twin, sample
 from torch.distributed.device_mesh import DeviceMesh
 
+import te_dist
+from te_dist.parallel import parallelize
+
 Pools = Callable[[int], Any]
 LIMIT = 30  # seconds that any rank may take to end, once another has failed
 TIMEOUT = datetime.timedelta(seconds=8)  # of the groups
@@ -52,6 +55,14 @@ def is_killed(rank: int, mesh: Any, device: str) -> None:
     layer = layer_of(mesh, device)
     x = sample(32, 64, device, 1).requires_grad_()
     y = layer(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    y.sum().backward()
+
+
+def is_killed_compiled(rank: int, mesh: Any, device: str) -> None:
+    call = call_of("transformer", mesh, device, "current", True)
+    y = call(sample(64, 64, device, 1).view(32, 2, 64).requires_grad_())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     y.sum().backward()
@@ -94,13 +105,14 @@ CASES = {
 DEATHS = {
     "user code": (raises_in_user_code, "RankFailed", ("rank 1 raised KeyError", "no more batches")),
     "killed": (is_killed, "RankFailed", ("rank(s) [1] gave no sign of life",)),
+    "killed, compiled": (is_killed_compiled, "RankFailed", ("rank(s) [1] gave no sign of life",)),
 }
 
 
-def outcome(fn: Any, rank: int, mesh: Any, device: str) -> tuple[str, float]:
+def outcome(fn: Any, rank: int, mesh: Any, device: str, *args: Any) -> tuple[str, float]:
     start = time.monotonic()
     try:
-        fn(rank, mesh, device)
+        fn(rank, mesh, device, *args)
         said = "ended"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
@@ -124,6 +136,90 @@ def test_a_rank_that_fails_ends_the_others(rank_pools: Pools, device: str, name:
         assert seconds < LIMIT
     if name == "raises":
         assert results[0][1] < TIMEOUT.total_seconds(), "long before the timeout"
+
+
+# ------------------------------------------------------------------------------------------------- every layer
+KINDS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped", "transformer", "shared gather")
+COMPILED = ("linear", "transformer", "shared gather")
+
+
+class Projections(torch.nn.Module):
+    """Two layers that share the gather of their block."""
+
+    def __init__(self, recipe: str, device: str) -> None:
+        super().__init__()
+        self.q, self.k = (linear("linear", 64, 64, RECIPES[recipe], device) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) * self.k(x)
+
+
+def call_of(kind: str, mesh: Any, device: str, recipe: str, compiled: bool) -> Any:
+    """A callable of [s, 2, 64] tensors."""
+    if kind == "shared gather":
+        model = torch.nn.Sequential(Projections(recipe, device))
+        layer: Any = parallelize(model, mesh, {"0": "gather", "0.?": "column"}, sequence_parallel=True)
+    elif kind == "transformer":
+        layer = te_dist.TransformerLayer(
+            64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, recipe=RECIPES[recipe],
+            device=device, name="layer",
+        )  # fmt: skip
+        layer = parallel_twin(layer, mesh, "column", sequence_parallel=True)
+    else:
+        layer = parallel_twin(linear(kind, 64, 64, RECIPES[recipe], device), mesh, "column", sequence_parallel=True)
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    if kind == "grouped":
+        return lambda x: layer(x, [x.shape[0] * 2, 0, 0])
+    return layer
+
+
+def breaks(rank: int, mesh: Any, device: str, kind: str, fault: str, compiled: bool) -> None:
+    """Rank 1 does something else than rank 0, after a step that went well."""
+    recipe = "block" if fault == "recipe" and rank == 1 else "mxfp8"
+    call = call_of(kind, mesh, device, recipe, compiled)
+    x = sample(128, 64, device, 1).view(64, 2, 64)
+    if fault == "recipe":
+        call(x)
+        return
+    call(x).sum().backward()
+    if fault == "raises":
+        call(x[..., :32] if rank == 1 else x)
+    elif fault == "shape":
+        call(torch.cat([x, x]) if rank == 1 else x)
+
+
+FAULTS = {
+    "raises": ("RankFailed", ("rank 1 raised ValueError", "last dimension to be 64")),
+    "shape": ("RanksDisagree", ("rank 0:", "rank 1:", "layer")),
+    "recipe": ("RanksDisagree", ("MX e4m3 1x32", "e4m3 1x128 blocks")),
+}
+
+
+def all_faults(rank: int, world: int, device: str, kind: str) -> list[tuple[str, str, float]]:
+    results = []
+    for compiled in (False, True) if kind in COMPILED else (False,):
+        for fault in FAULTS:
+            mesh = own_mesh(device)
+            said, seconds = outcome(breaks, rank, mesh, device, kind, fault, compiled)
+            results.append((f"{fault} {'compiled' if compiled else 'eager'}", said, seconds))
+            time.sleep(0.5)
+            dist.barrier()
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_of_every_layer(rank_pools: Pools, device: str, kind: str) -> None:
+    results = rank_pools(2).run(all_faults, device, kind, timeout=280)
+    for rank, outcomes in enumerate(results):
+        for what, said, seconds in outcomes:
+            error, words = FAULTS[what.split()[0]]
+            if rank == 1 and error == "RankFailed":
+                assert "last dimension" in said or "32" in said, (what, said)
+                continue
+            assert error in said and all(word in said for word in words), (kind, what, said)
+            assert seconds < LIMIT, (kind, what, seconds)
 
 
 def continues(rank: int, world: int, device: str) -> None:

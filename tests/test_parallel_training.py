@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_cases import RECIPES, linear, local, parallel_twin, part, sample, step, tp_mesh
+import torch.utils.checkpoint
+from gemm_cases import sqnr
+from parallel_cases import RECIPES, SUMMED, linear, local, parallel_twin, part, sample, step, tp_mesh
 from test_parallel_compile import PLAN, SmallModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -319,32 +322,131 @@ class Attention(nn.Module):
         return self.o(self.q(hidden_states) * self.k(hidden_states) + self.v(hidden_states))
 
 
-def shares_gather(rank: int, world: int, device: str) -> None:
+GATHER_PLAN = {"0": "gather", "0.[qkv]": "column", "0.o": "row"}
+
+
+def shares_gather(rank: int, world: int, device: str, compiled: list[str]) -> None:
+    """Apart, shared, and shared in a compiled graph: equal results, and one gather where there were three."""
     mesh = tp_mesh(world, device)
-    x, dy = sample(64, 64, device, 1), sample(64, 64, device, 2)
-    for recipe in ("none", "current", "mxfp8", "nvfp4"):
+    x, dy = (part(sample(128 * world, 64, device, seed).view(-1, 4, 64), 0, rank, world) for seed in (1, 2))
+    for recipe in RECIPES:
         torch.manual_seed(0)
         one = nn.Sequential(Attention(RECIPES[recipe], device))
-        plan = {"0.[qkv]": "column", "0.o": "row"}
-        apart = parallelize(copy.deepcopy(one), mesh, plan, sequence_parallel=True)
-        shared = parallelize(copy.deepcopy(one), mesh, {"0": "gather", **plan}, sequence_parallel=True)
-        results = []
-        for model in (apart, shared):
-            with comm_report() as report:
-                results.append(step(model, part(x, 0, rank, world), part(dy, 0, rank, world)))
-            gathers = report.select(kind="all_gather", phase="forward")
-            scatters = report.select(kind="reduce_scatter", phase="backward")
-            assert (len(gathers), len(scatters)) == ((3, 3) if model is apart else (1, 1)), recipe
-            assert {c.dtype for c in gathers} == {"bfloat16" if recipe == "none" else "uint8"}
-        for name, value in results[0].items():
-            if name == "dx":  # summed over the layers before it is rounded and summed over the ranks, or after
-                torch.testing.assert_close(results[1][name].float(), value.float(), rtol=0.05, atol=0.5)
-            else:
-                assert torch.equal(results[1][name], value), (recipe, name)
+        plans = {"apart": dict(list(GATHER_PLAN.items())[1:]), "shared": GATHER_PLAN}
+        if recipe in compiled:
+            plans["compiled"] = GATHER_PLAN
+        models = {key: parallelize(copy.deepcopy(one), mesh, p, sequence_parallel=True) for key, p in plans.items()}
+        torch._dynamo.reset()
+        backend = SeenGraphs()
+        call = torch.compile(models["compiled"], fullgraph=True, backend=backend) if recipe in compiled else None
+        for turn in range(3 if compiled or recipe == "delayed" else 1):
+            results = {}
+            for key, model in models.items():
+                with comm_report() as report:
+                    results[key] = step(model, x, dy, call=call if key == "compiled" else None)
+                gathers = report.select(kind="all_gather", phase="forward")
+                scatters = report.select(kind="reduce_scatter", phase="backward")
+                assert (len(gathers), len(scatters)) == ((3, 3) if key == "apart" else (1, 1)), (recipe, key)
+                assert len(report.select(kind="all_gather", layer="0")) == (0 if key == "apart" else 1)
+                assert {c.dtype for c in gathers} == {"bfloat16" if recipe == "none" else "uint8"}
+            for name, value in results["apart"].items():
+                if call is not None:
+                    assert torch.equal(results["compiled"][name], results["shared"][name]), (recipe, turn, name)
+                if name == "dx":  # summed over the layers before it is rounded and summed over the ranks, or after
+                    assert sqnr(results["shared"][name], value.double()) > SUMMED, (recipe, turn)
+                else:
+                    assert torch.equal(results["shared"][name], value), (recipe, turn, name)
+            for name, value in models["apart"].named_buffers():  # delayed scaling's
+                for key in models:
+                    assert torch.equal(dict(models[key].named_buffers())[name], value), (recipe, turn, key, name)
+        if call is None:
+            continue
+        assert len(backend.forward) == 1, "compiled once"
+        assert "gather_input" in backend.forward[0] and "dequantize" not in backend.forward[0], "values nobody reads"
+        with torch.no_grad():
+            assert torch.equal(call(x), models["shared"](x)), recipe
+
+
+class SeenGraphs:
+    """aot_eager, and the code of the forward graphs that it was given."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.compilers import nop
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        self.forward: list[str] = []
+        self.inner = aot_autograd(
+            fw_compiler=self.see, bw_compiler=nop, inference_compiler=nop,
+            partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
+        )  # fmt: skip
+
+    def see(self, graph: Any, inputs: Any) -> Any:
+        self.forward.append(graph.code)
+        return graph
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        return self.inner(graph, inputs)
 
 
 def test_one_gather_for_q_k_and_v(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(shares_gather, device, timeout=200)
+    compiled = list(RECIPES) if os.environ.get("TE_DIST_FULL_MATRIX") else ["delayed", "mxfp8"]
+    rank_pools(2).run(shares_gather, device, compiled, timeout=200)
+
+
+def gather_in_odd_places(rank: int, world: int, device: str) -> None:
+    mesh = tp_mesh(world, device)
+    x, dy = (part(sample(128 * world, 64, device, seed), 0, rank, world) for seed in (1, 2))
+    one = nn.Sequential(Attention(RECIPES["mxfp8"], device))
+    one[0].q.weight.requires_grad_(False)
+    one[0].k.weight.requires_grad_(False)
+
+    def made_by(call: Any, model: nn.Module) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.backward(dy)
+        return [y, leaf.grad, local(model[0].v.weight.grad)]
+
+    # Only the last layer trains its weight: the column plane is gathered for it all the same.
+    results = []
+    for compiled in (False, True):
+        model = parallelize(copy.deepcopy(one), mesh, GATHER_PLAN, sequence_parallel=True)
+        torch._dynamo.reset()
+        results.append(made_by(torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, model))
+    # Recomputed in backward, and by keyword.
+    model = parallelize(copy.deepcopy(one), mesh, GATHER_PLAN, sequence_parallel=True)
+    block = model[0]
+    results.append(
+        made_by(
+            lambda t: torch.utils.checkpoint.checkpoint(lambda u: block(hidden_states=u), t, use_reentrant=False), model
+        )
+    )
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+    # float32 sums on the wire, as the other layers have them.
+    wide = parallelize(copy.deepcopy(one), mesh, GATHER_PLAN, sequence_parallel=True, reduce_dtype=torch.float32)
+    with comm_report() as report:
+        made_by(wide, wide)
+    assert {c.dtype for c in report.select(kind="reduce_scatter")} == {"float32"}
+    # Two recipes cannot share one set of bytes.
+    mixed = copy.deepcopy(one)
+    mixed[0].v.recipe = RECIPES["current"]
+    mixed = parallelize(mixed, mesh, GATHER_PLAN, sequence_parallel=True)
+    torch._dynamo.reset()
+    for call in (mixed, torch.compile(mixed, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match=r"0\.v.*input quantized by MXFP8Quantizer"):
+            call(x)
+    for wrong, message in (((), "argument to gather"), ((x[0],), "two dimensions"), ((None,), "plain tensor")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            model[0](*wrong)
+    assert pickle.loads(pickle.dumps(model))(x).shape == x.shape
+    with pytest.raises(ValueError, match="normalizes its input or has groups"):
+        inner = nn.Sequential(nn.ModuleDict({"q": te_dist.LayerNormLinear(64, 64, device=device)}))
+        parallelize(inner, mesh, {"0": "gather", "0.q": "column"}, sequence_parallel=True)
+
+
+def test_one_gather_in_odd_places(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(gather_in_odd_places, device, timeout=200)
 
 
 # ------------------------------------------------------------------------------------------------- vocabulary

@@ -30,3 +30,9 @@ def test_commands_are_in_the_makefile() -> None:
     targets = (ROOT / "Makefile").read_text()
     for command in re.findall(r"^    make (\w+)", README, re.MULTILINE):
         assert f"\n{command}:" in targets
+
+
+def test_every_page_of_the_docs_is_linked() -> None:
+    linked = set(re.findall(r"\]\((docs/[\w./]+)\)", README))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= linked
+    assert all((ROOT / target).exists() for target in linked)

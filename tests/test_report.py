@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, look_at
 
 from te_dist.launch import cli
 from te_dist.launch.charts import COLOURS, Line, line_chart, ticks
 from te_dist.launch.metrics import MetricsLog
+from te_dist.launch.page import SCRIPT
 from te_dist.launch.report import write_report
 from te_dist.launch.runs import read_run, read_runs
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 
 
 def made_run(folder: Path, shift: float = 0.0, steps: int = 30, name: str = "fp8_current") -> Path:
@@ -147,43 +145,47 @@ def test_charts_leave_out_what_is_not_finite() -> None:
     assert len(set(COLOURS)) == len(COLOURS)
 
 
-# Runs in the page: every chart must have drawn its curves, and answer the pointer.
-PROBE = """
-<script>
-window.addEventListener('load', () => {
-  const charts = [...document.querySelectorAll('.chart')];
-  const drawn = charts.map(c => [...c.querySelectorAll('svg path')].some(p => p.getTotalLength() > 10));
-  const svg = charts[0].querySelector('svg'), box = svg.getBoundingClientRect();
-  svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width / 2, clientY: box.top + 40}));
-  const tip = charts[0].querySelector('.tip');
-  document.body.setAttribute('data-probe', JSON.stringify({
-    charts: charts.length, drawn: drawn.every(Boolean), width: box.width, tip: tip.hidden ? '' : tip.textContent,
-    tables: document.querySelectorAll('table').length, errors: window.failures }));
-});
-</script>
-"""
-CATCH = "<script>window.failures = []; window.onerror = m => window.failures.push(String(m));</script>"
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     """It loads, the plots are drawn and answer the pointer, and the console has no error."""
-    page = write_report([made_run(tmp_path / "a"), made_run(tmp_path / "b", 0.1)])
-    text = page.read_text().replace("<head>", "<head>" + CATCH).replace("</body>", PROBE + "</body>")
-    probed = tmp_path / "probed.html"
-    probed.write_text(text)
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-             "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--v=0",
-             f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2000",
-             "--virtual-time-budget=3000"]  # fmt: skip
-    done = subprocess.run(
-        [CHROMIUM, *flags, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120
-    )
+    answer = look_at(write_report([made_run(tmp_path / "a"), made_run(tmp_path / "b", 0.1)]), tmp_path)
+    assert answer["charts"] >= 9 and answer["tables"] >= 5
+    assert answer["tip"].startswith("step ") and "a  " in answer["tip"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_that_meets_an_error_fails(tmp_path: Path) -> None:
+    page = write_report([made_run(tmp_path / "a")])
+    page.write_text(page.read_text().replace("const data =", "const data = missing +"))
+    with pytest.raises(AssertionError):
+        look_at(page, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_script_of_the_page_answers_the_pointer(tmp_path: Path) -> None:
+    """Where there is no browser: the page's own script and data, with just enough of a document around them."""
+    page = Checked()
+    page.feed(write_report([made_run(tmp_path / "a"), made_run(tmp_path / "b", 0.1)]).read_text())
+    chart = next(a["data-chart"] for t, a in page.tags if t == "figure" and "data-chart" in a)
+    program = tmp_path / "page.js"
+    program.write_text(DOCUMENT.replace("CHART", json.dumps(chart)).replace("SCRIPT", SCRIPT))
+    done = subprocess.run(["node", str(program)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found = re.search(r'data-probe="([^"]+)"', done.stdout)
-    assert found is not None, done.stdout[-2000:] + done.stderr
-    answer = json.loads(found.group(1).replace("&quot;", '"'))
-    assert answer["errors"] == [] and answer["drawn"] and answer["charts"] >= 9 and answer["tables"] >= 5
-    assert answer["width"] > 300 and answer["tip"].startswith("step ") and "a  " in answer["tip"]
-    assert "CONSOLE" not in done.stderr, done.stderr
+    assert done.stdout.strip() == "step 16|a  0.3125|b  0.4125"
+
+
+DOCUMENT = """
+const handlers = {}, cursor = {setAttribute() {}}, tip = {hidden: true, style: {}, offsetWidth: 10, textContent: ''};
+const box = {left: 0, top: 0, width: 560};
+const svg = {querySelector: () => cursor, getBoundingClientRect: () => box,
+             addEventListener: (name, handler) => { handlers[name] = handler; }};
+const figure = {dataset: {chart: CHART}, querySelector: name => name === 'svg' ? svg : tip,
+                getBoundingClientRect: () => box, clientWidth: 560};
+const document = {querySelectorAll: () => [figure]};
+SCRIPT
+handlers.pointermove({clientX: 313, clientY: 40});
+if (tip.hidden) throw new Error('no tip');
+console.log(tip.textContent.split('\\n').join('|'));
+handlers.pointerleave();
+if (!tip.hidden) throw new Error('the tip stays');
+"""

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
 from train_cases import config_of, losses, train
 
+import te_dist
 from te_dist.launch import checkpoint, runtime
 from te_dist.launch import train as train_command
 from te_dist.launch.checkpoint import CheckpointError
 from te_dist.launch.config import ConfigError
 from te_dist.launch.llama import Llama
 from te_dist.launch.metrics import MetricsLog, read_metrics
+from te_dist.launch.models import compile_blocks
 from te_dist.launch.optimization import build_optimizer, clip_gradients, gradient_norm, learning_rate
 from te_dist.launch.presets import ModelSize
 from te_dist.launch.trainer import Trainer, TrainingError
@@ -104,7 +108,7 @@ def test_tied_embeddings_are_one_parameter_and_survive_a_resume(tmp_path: Path) 
 
 
 def test_compiled_blocks_train_like_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph per block, and with a backend that fuses nothing not a bit of difference."""
+    """One graph for all blocks, and with a backend that fuses nothing not a bit of difference."""
     compile_block = torch.nn.Module.compile
 
     def whole_graph(block: torch.nn.Module, **options: Any) -> None:
@@ -113,11 +117,29 @@ def test_compiled_blocks_train_like_eager_ones(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(torch.nn.Module, "compile", whole_graph)
     for recipe, recomputed in (("fp8_block", "none"), ("nvfp4", "full"), ("fp8_delayed", "full")):
-        options: dict[str, Any] = {"steps": 2, "layers": 1, "recipe": recipe, "microbatches": 2}
-        options["activation_checkpointing"] = recomputed
+        options: dict[str, Any] = {"steps": 2, "layers": 3, "recipe": recipe, "microbatches": 2}
+        options |= {"activation_checkpointing": recomputed, "eval_batches": 0}
         train(tmp_path / recipe / "eager", **options)
+        torch._dynamo.reset()
+        counters.clear()
         train(tmp_path / recipe / "compiled", compile=True, **options)
         assert losses(tmp_path / recipe / "compiled") == losses(tmp_path / recipe / "eager")
+        # However many blocks there are: one graph, or three where weights are kept (made, used, and made anew).
+        assert counters["stats"]["unique_graphs"] == (3 if recipe == "fp8_block" else 1), recipe
+
+
+def test_blocks_that_are_not_alike_have_graphs_of_their_own() -> None:
+    kinds = ("gelu", "gelu", "silu")
+    blocks = [te_dist.TransformerLayer(32, 64, 2, activation=a, name=f"layers.{i}") for i, a in enumerate(kinds)]
+    limit = torch._dynamo.config.recompile_limit
+    compile_blocks(list(blocks) * 8)
+    try:
+        assert torch._dynamo.config.recompile_limit == max(limit, 4 * 24)
+        mlps = [block.layernorm_mlp.traced_spec for block in blocks]
+        assert mlps[0] is mlps[1] and mlps[0].name == "layers.*.layernorm_mlp" and mlps[2] != mlps[0]
+        assert blocks[0].self_attention.proj.traced_spec.name == "layers.*.self_attention.proj"
+    finally:
+        torch._dynamo.config.recompile_limit = limit
 
 
 def test_a_hugging_face_model_from_its_config(tmp_path: Path) -> None:
@@ -224,11 +246,27 @@ def test_a_checkpoint_moves_between_recipes(tmp_path: Path) -> None:
         ({"vocab_size": 100}, "vocab_size expects at least the tokenizer's 320 but got 100"),
         ({"seq_len": 1 << 20}, "too few for sequences"),
         ({"overlap": "auto"}, "overlap 'auto' expects tp"),
+        ({"recipe": "nvfp4", "ffn": 31}, "layernorm_mlp': NVFP4 packs two .* in_features to be even but it is 31"),
+        ({"profile": "9:11"}, "profile expects steps of this run, which has 6, but got '9:11'"),
+        ({"resume": "yes"}, "resume expects auto, no or the folder of a checkpoint but got 'yes'"),
     ],
 )
 def test_what_cannot_train_is_refused_before_it_starts(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         Trainer(config_of(tmp_path, **options))
+
+
+def test_a_pattern_that_no_layer_matches_is_said(tmp_path: Path) -> None:
+    recipe = {"*.projj": "mxfp8", "layers.0.*": "nvfp4", "*": "fp8_current"}
+    said = "no layer matches the recipe's pattern '*.projj'; there is 'layers.0.self_attention.proj'"
+    trainer = Trainer(config_of(tmp_path, recipe=recipe))
+    assert trainer.warnings == [said] and f"warning: {said}" in trainer.describe()
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"file is no checkpoint of te-dist train"):
+        Trainer(config_of(tmp_path / "run", resume=str(tmp_path / "file")))
 
 
 def test_a_run_dir_that_cannot_be_written(tmp_path: Path) -> None:

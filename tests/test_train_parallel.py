@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from ranks import RankPool
+from torch._dynamo.utils import counters
 from train_cases import config_of, losses, train
 
 from te_dist.launch import runtime
@@ -56,6 +59,30 @@ def test_tp_sp_fsdp_resume_bit_for_bit_and_follow_one_process(
     if recipe != "bf16":
         assert any("high precision" not in payload for payload in weights), weights
         assert any(e["event"] == "quantization" for e in events)
+
+
+def _graphs(rank: int, world: int, folder: Path, options: dict[str, Any]) -> int:
+    """Train compiled, by a backend that fuses nothing; how many graphs that took."""
+    compile_block = torch.nn.Module.compile
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        torch.nn.Module.compile = functools.partialmethod(compile_block, backend="aot_eager")  # type: ignore[assignment]
+        _train(rank, world, folder, {**options, "compile": True})
+    finally:
+        torch.nn.Module.compile = compile_block  # type: ignore[method-assign]
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("tp", "recipe"), [(1, "fp8_current"), (2, "nvfp4")])
+def test_compiled_blocks_share_a_graph_and_train_like_eager_ones(
+    tp: int, recipe: str, rank_pools: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    options = {"tp": tp, "sp": tp > 1, "recipe": recipe, "steps": 2, "layers": 3, "final_checkpoint": False}
+    two = rank_pools(2)
+    two.run(_train, tmp_path / "eager", options, timeout=120)
+    assert two.run(_graphs, tmp_path / "compiled", options, timeout=240) == [2, 2]  # to train, to evaluate
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "eager")
 
 
 def test_a_model_that_is_built_on_the_meta_device_starts_with_the_same_weights(

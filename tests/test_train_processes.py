@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from train_cases import children, finish, losses, start, wait_for_step
 
-from te_dist.launch import checkpoint, runtime, train
+from te_dist.launch import checkpoint, ranks, runtime, train
 from te_dist.launch.metrics import read_metrics
 
 
@@ -43,6 +44,17 @@ def test_ctrl_c_saves_once_and_says_so(tmp_path: Path) -> None:
     assert code == 0 and f"(step {step})" in out and max(losses(tmp_path)) == step + 2
 
 
+def test_ctrl_c_with_ranks_of_its_own_saves_and_says_only_that(tmp_path: Path) -> None:
+    process = start(tmp_path, ranks=2, torchrun=False, steps=5000, tp=2, progress="none")
+    wait_for_step(tmp_path, 3, process)
+    process.send_signal(signal.SIGINT)
+    code, out, errors = finish(process)
+    assert code == 128 + signal.SIGINT and errors == "", (out, errors)
+    (step,) = whole_checkpoints(tmp_path)
+    last = out.strip().splitlines()[-1]
+    assert last.startswith(f"te-dist train: stopped by Ctrl-C after step {step}, which is saved in {tmp_path}")
+
+
 def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path: Path) -> None:
     process = start(tmp_path, ranks=2, steps=5000, tp=2, sp=True, recipe="fp8_current")
     wait_for_step(tmp_path, 3, process)
@@ -66,6 +78,17 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path) -> None:
     code, out, errors = finish(process, 60)
     assert code != 0 and time.monotonic() - begun < 45
     assert "SIGKILL" in errors or "Signal 9" in errors, (out, errors)
+    assert "transport.RankFailed" not in errors, "the rank that is left says it in a line"
+
+
+def test_a_killed_rank_of_its_own_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the launcher says of a rank that could not say anything; one that could is not repeated."""
+    killed = ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGKILL, error_file="<N/A>")
+    assert ranks._blame(ChildFailedError("te-dist", {1: killed})) == 128 + signal.SIGKILL
+    assert capsys.readouterr().err == "te-dist: rank 1 was ended by SIGKILL, and with it the job\n"
+    refused = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file="<N/A>")
+    assert ranks._blame(ChildFailedError("te-dist", {0: refused})) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_torchrun_restarts_a_killed_rank_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
@@ -85,6 +108,30 @@ def test_a_mistake_is_said_once_and_before_training(tmp_path: Path) -> None:
     assert code != 0
     assert errors.count("te-dist train: error: data expects an existing file or folder but got") == 1
     assert "step " not in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node", "3", "--tp", "2"], "tp 2 does not divide the 3 ranks"),
+        (["--nproc-per-node", "two"], "--nproc-per-node expects a whole number but got 'two'"),
+        (["--nproc-per-node", "0"], "at least 1 rank"),
+        (["--nproc-per-nod", "2"], "did you mean --nproc-per-node?"),
+        (["--max-restarts", "2"], "--max-restarts expects --nproc-per-node beside it"),
+    ],
+)
+def test_wrong_ranks_are_refused_before_any_is_started(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_rank_of_torchrun_starts_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert train.main(["--nproc-per-node", "2"]) == 2
+    assert "is a rank of torchrun already" in capsys.readouterr().err
 
 
 def test_an_error_of_one_rank_is_said_by_that_rank(

@@ -41,10 +41,14 @@ def flags(run_dir: Path, **options: Any) -> list[str]:
     return given
 
 
-def start(run_dir: Path, ranks: int = 1, restarts: int = 0, **options: Any) -> subprocess.Popen[str]:
-    """te-dist train in processes of its own."""
+def start(
+    run_dir: Path, ranks: int = 1, restarts: int = 0, torchrun: bool = True, **options: Any
+) -> subprocess.Popen[str]:
+    """te-dist train in processes of its own; several under torchrun, or started by te-dist itself."""
     launcher = ["-m", "te_dist.launch.cli", "train"]
-    if ranks > 1:
+    if ranks > 1 and not torchrun:
+        launcher += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    elif ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         launcher += ["--max-restarts", str(restarts), "-m", "te_dist.launch.train"]
     return subprocess.Popen(

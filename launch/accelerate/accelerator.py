@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import te_dist.parallel
 from te_dist.launch.accelerate.plugin import TEDistPlugin
 from te_dist.launch.config import ConfigError
 from te_dist.launch.optimization import clip_gradients, gradient_norm
-from te_dist.launch.recipes import recipe_table
+from te_dist.launch.recipes import recipe_table, unmatched
 from te_dist.modules.base import QuantizedLayer
 
 LLAMA_PLAN = {
@@ -171,6 +172,8 @@ def _quantize(model: nn.Module, plugin: TEDistPlugin, accelerator: Accelerator) 
     )
     if not report.converted and not any(had.values()):
         raise ConfigError(f"recipe {plugin.recipe} quantizes no layer of {type(model).__name__}:\n{report}")
+    for sentence in unmatched(plugin.recipe, [layer.name for layer in report.layers]):
+        warnings.warn(f"te_dist: {sentence}", stacklevel=4)
     if plugin.verbose:
         accelerator.print(report)
 

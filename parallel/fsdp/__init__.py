@@ -1,12 +1,14 @@
 """FSDP2 with a quantized all-gather.
 
     api        fully_shard, enable_quantized_all_gather          attach    finds the weights, checks the order
-    weight     the two hooks of a weight                         state     where a forward begins
-    codec      a shard to bytes and back                         amaxes    one reduction for all weights
+    weight     the two hooks of a parameter                      layer     what a layer's parameters share
+    codec      a shard to bytes and back                         stack     the same for several weights in one parameter
     planes     what a plane looks like on the wire               shards    where FSDP2 cuts, where blocks lie
+    amaxes     one reduction for all weights                     state     where a forward begins
     decision   how a weight travels, and why                     report    the table of all of them
     checkpoint save, load, resume                                materialize  from the meta device to values
-    torch_fsdp torch's private names
+    packing    several byte vectors as one                       record    for comm_report
+    memory     by layer and phase                                torch_fsdp   torch's private names
 """
 
 from te_dist.parallel.fsdp.api import enable_quantized_all_gather, fully_shard

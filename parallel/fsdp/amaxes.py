@@ -6,24 +6,32 @@ optimizers do not count versions), and the user may step twice, or not at all, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from te_dist import kernels
 from te_dist.groups import all_reduce_amax
-from te_dist.parallel.fsdp.torch_fsdp import TrainingState, data_parallel_groups, model_parallel_groups
+from te_dist.parallel.fsdp.torch_fsdp import TrainingState, data_parallel_groups
 from te_dist.recipe import DelayedScaling, recipe_in_force
 
 if TYPE_CHECKING:
     from te_dist.parallel.fsdp.codec import WeightCodec
-    from te_dist.parallel.fsdp.weight import ShardedLayer, ShardedWeight
+    from te_dist.parallel.fsdp.layer import ShardedLayer
+    from te_dist.parallel.fsdp.weight import ShardedWeight
 
 
-@torch.no_grad()
 def before_forward(layers: Sequence[ShardedLayer]) -> None:
-    """For all weights that this forward may gather, and the amax histories of delayed scaling."""
+    """For all weights that this forward may gather, and the amax histories of delayed scaling, from which it takes its
+    scales."""
+    with_gradients = torch.is_grad_enabled()
+    with torch.no_grad():
+        _before_forward(layers, with_gradients)
+
+
+def _before_forward(layers: Sequence[ShardedLayer], with_gradients: bool) -> None:
     pairs: list[tuple[ShardedWeight, WeightCodec]] = []
     for owner in layers:
         recipe = owner.recipe(TrainingState.FORWARD)
@@ -32,6 +40,9 @@ def before_forward(layers: Sequence[ShardedLayer]) -> None:
             if decision.codec is not None and decision.codec.amax_count and weight.is_sharded:
                 pairs.append((weight, decision.codec))
     _reduce(pairs, _histories(layers))
+    for owner in layers:
+        if isinstance(owner.forward_recipe, DelayedScaling):
+            owner.prepare_scales(owner.forward_recipe, owner.layer.training or with_gradients)
 
 
 @torch.no_grad()
@@ -82,25 +93,37 @@ def _of_same_group(weight: ShardedWeight, state: TrainingState) -> list[tuple[Sh
     return found
 
 
+def _join(parts: Sequence[ShardedWeight]) -> None:
+    """The amax of a joined weight is the largest of its parts'."""
+    pairs = [(p.whole.parts[0].amaxes, p.amaxes) for p in parts if p is not p.whole.parts[0]]
+    for first, other in pairs:
+        assert first is not None and other is not None
+        # Through a kernel, which knows what is larger than a NaN: a one-element tensor is its own amax.
+        kernels.amax(other[:1].view(1, 1), first[:1], accumulate=True)
+    for first, other in pairs:
+        assert first is not None and other is not None
+        other[:1].copy_(first[:1])
+
+
 def _reduce(
-    pairs: Iterable[tuple[ShardedWeight, WeightCodec]], histories: Sequence[tuple[ShardedWeight, Tensor]]
+    pairs: Sequence[tuple[ShardedWeight, WeightCodec]], histories: Sequence[tuple[ShardedWeight, Tensor]]
 ) -> None:
     """One collective for each mesh dimension: FSDP's, and that of tensor parallelism for scales of whole tensors."""
     parts: dict[tuple[Any, ...], list[tuple[ShardedWeight, WeightCodec, Tensor]]] = {}
     rows: dict[tuple[Any, ...], list[Tensor]] = {}
     for weight, codec in pairs:
         amaxes = codec.contribution(weight.local()).to(weight.param.device)
-        others = model_parallel_groups(weight.param) if weight.scale_spans_ranks else []
-        groups = (weight.param.shard_mesh.get_group(), *others)
+        groups = (weight.param.shard_mesh.get_group(), *weight.model_parallel_groups)
         parts.setdefault(groups, []).append((weight, codec, amaxes))
         weight.amaxes, weight.amaxes_codec = amaxes, codec
+    _join([weight for weight, codec in pairs if codec.is_part and codec.tensor_amax_count])
     for weight, row in histories:
         rows.setdefault(tuple(data_parallel_groups(weight.param)), []).append(row)
     waiting: dict[Any, list[Tensor]] = {}  # what is reduced over each group
     for groups, members in parts.items():
         waiting.setdefault(groups[0], []).extend(amaxes for _, _, amaxes in members)
         for group in groups[1:]:
-            whole = [amaxes[:1] for _, codec, amaxes in members if codec.tensor_amax_count]
+            whole = [amaxes[: codec.tensor_amax_count] for _, codec, amaxes in members if codec.tensor_amax_count]
             waiting.setdefault(group, []).extend(whole)
     for groups, tensors in rows.items():
         for group in groups:

@@ -11,7 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from te_dist.parallel.fsdp.attach import attach, check_layers, check_mode, check_sharded, layers_of
 from te_dist.parallel.fsdp.report import AllGatherReport, all_gather_report, note_mode
-from te_dist.parallel.fsdp.torch_fsdp import FSDPModule, FSDPState, groups_of, state_of, states_under, torch_fully_shard
+from te_dist.parallel.fsdp.torch_fsdp import (
+    FSDPModule,
+    FSDPState,
+    groups_of,
+    state_of,
+    states_under,
+    sum_where_nobody_averages,
+    torch_fully_shard,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,6 +72,7 @@ def fully_shard(
     torch_fully_shard(module, **arguments)
     state = state_of(module)
     assert state is not None
+    sum_where_nobody_averages(state)
     note_mode(state, quantized_all_gather)
     if quantized_all_gather != "off":
         attach(state, _names(module), quantized_all_gather, caller)

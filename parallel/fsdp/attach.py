@@ -11,10 +11,12 @@ from te_dist.modules.base import QuantizedLayer
 from te_dist.parallel.fsdp.decision import (
     PLAIN,
     Decision,
+    Portion,
     dtype_obstacle,
-    structural_obstacle,
     weight_slots,
 )
+from te_dist.parallel.fsdp.layer import ShardedLayer, WholeWeight
+from te_dist.parallel.fsdp.shards import Place
 from te_dist.parallel.fsdp.state import _LAYERS, QuantizedFSDPState
 from te_dist.parallel.fsdp.torch_fsdp import (
     ExtensionsData,
@@ -25,8 +27,9 @@ from te_dist.parallel.fsdp.torch_fsdp import (
     ShardedState,
     groups_of,
     reshards_to_other_mesh,
+    shards_of,
 )
-from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedLayer, ShardedWeight
+from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedWeight, UniformGradientFSDPParam
 from te_dist.recipe import Recipe, recipe_in_force
 
 MODES = ("auto", "on", "off")
@@ -83,12 +86,6 @@ def check_layers(layers: list[tuple[str, QuantizedLayer]], mode: str, caller: st
             f"{caller} expects one recipe inside a parameter group but {one!r} has {first!r} and {other!r} has "
             f"{second!r}; call fully_shard on their modules apart, or pass quantized_all_gather='off'"
         )
-    if mode != "on":
-        return
-    for name, layer in layers:
-        reason = structural_obstacle(layer)
-        if reason and recipe_in_force(layer.recipe) is not None:
-            raise ValueError(_not_on(caller, name, reason))
 
 
 def _not_on(caller: str, name: str, reason: str) -> str:
@@ -108,6 +105,7 @@ def attach(state: FSDPState, names: dict[nn.Module, str], mode: str, caller: str
         for layer, params in members.items():
             refused += _attach_layer(layer, params, group, names.get(layer, ""))
         _check_decisions(group, refused, mode, caller)
+        _make_gradients_uniform(group)
     if type(state) is FSDPState:
         state.__class__ = QuantizedFSDPState
     state.__dict__.pop(_LAYERS, None)
@@ -120,33 +118,56 @@ def _attach_layer(
     def full(param_name: str) -> str:
         return f"{name}.{param_name}" if name else param_name
 
-    obstacle = structural_obstacle(layer)
-    if obstacle:
-        weights = [(n, p) for n, p in params.items() if len(p._orig_size) > 1]
-        return [Refused(full(n), p, _refusal(obstacle)) for n, p in weights]
-    by_identity = {id(p.sharded_param): (n, p) for n, p in params.items()}
-    slots = layer._slots()
-    found = [(by_identity.get(id(slots[slot])), stage, index) for stage, index, slot in weight_slots(layer)]
-    known = [entry for entry, _, _ in found if entry is not None]
+    obstacle = ""
+    wholes = layer._weight_names()  # a stack of weights is named by each of them
+    names = list(dict.fromkeys(part for parts in wholes for part in parts))
+    known = [(part, params[part]) for part in names if part in params]
     if any(isinstance(param, QuantizedFSDPParam) for _, param in known):
         return []  # attached before
-    if len(known) < len(found):
+    if len(known) < len(names):
         obstacle = "some of the layer's weights are not sharded with it"
     for _, param in known:
         obstacle = obstacle or _obstacle(param, group, layer)
     if obstacle:
-        return [Refused(full(n), p, _refusal(obstacle)) for n, p in known]
+        return [Refused(full(part), param, _refusal(obstacle)) for part, param in known]
     owner = ShardedLayer(layer, name)
-    for entry, stage, index in found:
-        assert entry is not None
-        param_name, param = entry
-        weight = ShardedWeight(param, group, owner, stage, index, full(param_name))
-        owner.weights.append(weight)
-        param.__class__ = QuantizedFSDPParam
-        assert isinstance(param, QuantizedFSDPParam)
-        param.te_dist_weight = weight
-        param._extensions_data = ExtensionsData()
+    seen: set[str] = set()
+    for number, ((stage, index), parts) in enumerate(zip(weight_slots(layer), wholes, strict=True)):
+        if parts[0] in seen:
+            continue
+        seen.update(parts)
+        whole = WholeWeight(full(parts[0]))
+        for part, portion in zip(parts, _portions(number, [params[part] for part in parts]), strict=True):
+            param = params[part]
+            weight = ShardedWeight(param, group, owner, whole, portion, stage, index, full(part))
+            owner.weights.append(weight)
+            whole.parts.append(weight)
+            param.__class__ = QuantizedFSDPParam
+            assert isinstance(param, QuantizedFSDPParam)
+            param.te_dist_weight = weight
+            param._extensions_data = ExtensionsData()
     return []
+
+
+def _portions(number: int, params: list[FSDPParam]) -> Iterator[Portion]:
+    """What each of the parameters is of the layer's weight of that number."""
+    rows = sum(param._orig_size[0] for param in params)
+    first = 0
+    for param in params:
+        count, *stacked, cols = param._orig_size
+        yield Portion(number, shards_of(param), cols, Place(first, rows), *stacked)
+        first += count
+
+
+def _make_gradients_uniform(group: FSDPParamGroup) -> None:
+    weights = [param.te_dist_weight for param in group.fsdp_params if isinstance(param, QuantizedFSDPParam)]
+    if not weights:
+        return
+    for param in group.fsdp_params:
+        if type(param) is FSDPParam:
+            param.__class__ = UniformGradientFSDPParam
+        if isinstance(param, UniformGradientFSDPParam):
+            param.te_dist_weights = weights
 
 
 def _obstacle(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer) -> str:
@@ -157,7 +178,7 @@ def _obstacle(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer) ->
         return f"it is sharded along dimension {param.fsdp_placement.dim}, and blocks of rows travel whole"
     if reshards_to_other_mesh(group):
         return "reshard_after_forward is a number, and shards of shards are kept in high precision"
-    if len(param._orig_size) != 2:
+    if len(param._orig_size) != (3 if getattr(layer, "single_grouped_weight", False) else 2):
         return f"it has {len(param._orig_size)} dimensions"
     for module in param._module_info.shared_modules:
         if not isinstance(module, QuantizedLayer) or module.recipe != layer.recipe or module.spec != layer.spec:

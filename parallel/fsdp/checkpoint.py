@@ -2,6 +2,7 @@
 
 A checkpoint is a folder ``step_<n>``. It is written under another name and renamed when every rank is done, so a run
 that is killed while it saves leaves the checkpoint before it untouched, and never one that looks complete but is not.
+One that is saved a second time steps aside under a third name, where it is found if the run is killed right then.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from te_dist.parallel.fsdp.amaxes import reduce_histories
 from te_dist.parallel.fsdp.state import sharded_layers
 
-_NAME = re.compile(r"step_(\d+)")
-_PARTIAL = ".partial"
+_PARTIAL, _REPLACED = ".partial", ".replaced"
+_NAME = re.compile(rf"step_(\d+)({re.escape(_REPLACED)})?")
 
 
 @dataclasses.dataclass
@@ -79,7 +80,7 @@ def save_checkpoint(
         saved: Any = dcp.async_save(state, checkpoint_id=partial, process_group=_background_group(process_group))
         future = saved if isinstance(saved, Future) else saved.upload_completion
         return PendingSave(path, future, process_group)
-    dcp.save(state, checkpoint_id=partial, process_group=process_group)
+    dcp.save(state, checkpoint_id=partial, process_group=process_group, no_dist=not dist.is_initialized())
     _publish(path, process_group)
     return PendingSave(path, None, process_group)
 
@@ -103,6 +104,8 @@ def load_checkpoint(
         raise FileNotFoundError(f"load_checkpoint: no complete checkpoint in {os.fspath(folder)!r}")
     path = _checked(folder, found)
     if not path.is_dir():
+        path = path.with_name(path.name + _REPLACED)
+    if not path.is_dir():
         raise FileNotFoundError(f"load_checkpoint: no complete checkpoint of step {found} in {os.fspath(folder)!r}")
     state = _state(model, optimizer)
     known = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
@@ -111,7 +114,7 @@ def load_checkpoint(
         del model_state[name]
     if extra is not None:
         state["extra"] = dict(extra)
-    dcp.load(state, checkpoint_id=path, process_group=process_group)
+    dcp.load(state, checkpoint_id=path, process_group=process_group, no_dist=not dist.is_initialized())
     missing = {name: value for name, value in _state(model, None)["model"].items() if name not in model_state}
     set_state_dict(
         model,
@@ -166,9 +169,12 @@ def _publish(path: Path, group: Any) -> None:
     """Every rank has written its part: give the folder its name."""
     _barrier(group)
     if _is_first(group):
+        replaced = path.with_name(path.name + _REPLACED)
         if path.exists():  # the same step again
-            shutil.rmtree(path)
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(path, replaced)
         os.rename(path.with_name(path.name + _PARTIAL), path)
+        shutil.rmtree(replaced, ignore_errors=True)
     _barrier(group)
 
 

@@ -10,7 +10,6 @@ quantize weights everywhere else quantize them here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from te_dist import kernels
 from te_dist.formats import ceil_div
 from te_dist.parallel.fsdp.planes import COLUMN, ROW, Plane, PlaneName, planes_of
-from te_dist.parallel.fsdp.shards import Shards
+from te_dist.parallel.fsdp.shards import Place, Shards
 from te_dist.quantizers import Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer
 from te_dist.quantizers.float8 import Float8QuantizerBase
 from te_dist.tensors.storage import QuantizedStorage
@@ -42,26 +41,37 @@ class WeightCodec:
     Args:
         quantizer: of the weight, with all the planes that layers read.
         delayed: the scale is given with each call (delayed scaling); no amax is needed for it.
+        place: where the N rows go in the whole weight, which may be joined from several.
     """
 
-    def __init__(self, quantizer: Quantizer, shards: Shards, cols: int, delayed: bool = False) -> None:
+    def __init__(
+        self, quantizer: Quantizer, shards: Shards, cols: int, delayed: bool = False, place: Place | None = None
+    ) -> None:
         planes = planes_of(quantizer)
         if planes is None:
             raise ValueError(f"no way to gather the bytes of {quantizer!r}")
         self.quantizer, self.shards, self.cols, self.delayed = quantizer, shards, cols, delayed
         self.planes = planes
+        self.place = place or Place(0, shards.rows)
         self._has_amax = isinstance(quantizer, Float8QuantizerBase | NVFP4Quantizer)
         # The one plane whose blocks may straddle: only one of them spans rows, and 2-D formats have one plane.
         self._blocked = next((plane for plane in planes.values() if plane.block > 1), None)
         self._straddling = [] if self._blocked is None else shards.straddling(self._blocked.block)
         self._indices: dict[tuple[str, torch.device], Tensor | None] = {}
 
+    @property
+    def is_part(self) -> bool:
+        return self.place.whole != self.shards.rows
+
     @staticmethod
-    def obstacle(quantizer: Quantizer, shards: Shards) -> str:
+    def obstacle(quantizer: Quantizer, shards: Shards, place: Place | None = None) -> str:
         """Why shards of this weight cannot be quantized apart; "" if they can."""
         planes = planes_of(quantizer)
         if planes is None:
             return f"{quantizer.describe()} cannot be quantized in parts"
+        block = max(plane.block for plane in planes.values())
+        if place is not None and place.first % block:
+            return f"the layer joins several parameters, at row {place.first} inside of a block of {block} rows"
         packed = any(plane.transposed and plane.values > 1 for plane in planes.values())
         if packed and shards.ranks > 1 and shards.height % 2:
             return f"two rows share a byte of the column plane, and shards have {shards.height} rows"
@@ -191,30 +201,34 @@ class WeightCodec:
 
     # ---------------------------------------------------------------------------------------- receiving
     def storage(self, dtype: torch.dtype, device: torch.device) -> QuantizedStorage:
-        """A storage of the whole weight without memory for the planes' buffers: ``place`` and ``decode`` give it some.
+        """A storage of the whole weight without memory for the planes' buffers: ``adopt`` and ``decode`` give it some.
         The buffers that are the same on all ranks are there, they are small."""
         quantizer = self.quantizer.with_usage(rowwise=True, columnwise=COLUMN in self.planes)
-        specs = quantizer._describe_buffers((self.shards.rows, self.cols), dtype)
+        shape = torch.Size((self.place.whole, self.cols))
         buffers = {}
-        for name, (shape, kind) in specs.items():
-            buffers[name] = torch.empty(shape, dtype=kind, device=device)
+        for name, (size, kind) in quantizer._describe_buffers(shape, dtype).items():
+            buffers[name] = torch.empty(size, dtype=kind, device=device)
             if name not in COMMON:
                 buffers[name].untyped_storage().resize_(0)
-        shape = torch.Size((self.shards.rows, self.cols))
         return quantizer.storage_cls(buffers, shape=shape, dtype=dtype, quantizer=quantizer)
 
+    def _is_adopted(self, plane: Plane) -> bool:
+        """Whether the data buffer is a view of what is gathered. A transposed one has another order, and one that is
+        joined from several gathers another place."""
+        return not plane.transposed and not self.is_part
+
     def copied(self, wanted: Sequence[PlaneName]) -> list[str]:
-        """The buffers that ``decode`` fills; those of data that is not transposed are views of what was gathered."""
+        """The buffers that ``decode`` fills; the others are views of what was gathered."""
         names = []
         for name in wanted:
             plane = self.planes[name]
-            names += [plane.data] if plane.transposed else []
+            names += [] if self._is_adopted(plane) else [plane.data]
             names += [plane.scale.buffer] if plane.scale is not None else []
         return names
 
-    def place(self, storage: QuantizedStorage, plane: Plane, gathered: Tensor) -> None:
-        """Let the data buffer be a view of what is gathered: no second copy."""
-        if not plane.transposed:
+    def adopt(self, storage: QuantizedStorage, plane: Plane, gathered: Tensor) -> None:
+        """Let the data buffer be a view of what is gathered where it can: no second copy."""
+        if self._is_adopted(plane):
             size = self.shards.rows * self.cols // plane.values
             setattr(storage, plane.data, gathered.view(-1)[:size].view(self.shards.rows, self.cols // plane.values))
 
@@ -224,17 +238,22 @@ class WeightCodec:
         for name in wanted:
             plane = self.planes[name]
             data = next(parts)
-            if plane.transposed:
-                self._incoming_transposed(plane, getattr(storage, plane.data), data)
+            if not self._is_adopted(plane):
+                self._incoming_data(plane, getattr(storage, plane.data), data)
             if plane.scale is not None:
                 self._incoming_scales(plane, getattr(storage, plane.scale.buffer), next(parts))
 
-    def _incoming_transposed(self, plane: Plane, out: Tensor, data: Tensor) -> None:
-        """[R, K, h] -> [K, N]."""
-        ranks, width = self.shards.ranks, self.shards.height // plane.values
+    def _incoming_data(self, plane: Plane, out: Tensor, data: Tensor) -> None:
+        ranks, rows, first = self.shards.ranks, self.shards.rows, self.place.first
+        if not plane.transposed:
+            width = self.cols // plane.values
+            out[first : first + rows].copy_(data.view(-1)[: rows * width].view(rows, width))
+            return
+        out = out[:, first // plane.values : (first + rows) // plane.values]  # [K, N] from [R, K, h]
+        width = self.shards.height // plane.values
         whole = data.view(ranks, self.cols, width)
         if ranks * width == out.shape[1]:
-            out.view(self.cols, ranks, width).copy_(whole.permute(1, 0, 2))
+            out.unflatten(1, (ranks, width)).copy_(whole.permute(1, 0, 2))
             return
         for rank in range(ranks):
             part = out[:, rank * width : (rank + 1) * width]
@@ -249,9 +268,10 @@ class WeightCodec:
         if index is not None:
             lines = lines.index_select(0, index)
         target = out.t() if layout.transposed else out
-        if target.shape != lines.shape:
-            out.zero_()  # the padding that kernels expect
-        target[: lines.shape[0], :width].copy_(lines)
+        first = self.place.first if layout.repeated else self.place.first // layout.rows
+        if first == 0 and target.shape != lines.shape:
+            out.zero_()  # the padding that kernels expect; what is joined comes in order
+        target[first : first + lines.shape[0], :width].copy_(lines)
 
     def _index(self, name: str, plane: Plane, device: torch.device) -> Tensor | None:
         """Which gathered line belongs to each line of the buffer; None if they lie in order."""
@@ -320,9 +340,3 @@ def quantize_with(
         )
     else:
         quantizer._quantize_into(x, out, None, None, None)
-
-
-@functools.lru_cache(maxsize=4096)
-def codec_for(quantizer: Quantizer, shards: Shards, cols: int, delayed: bool) -> WeightCodec:
-    """Layers of equal shape share one."""
-    return WeightCodec(quantizer, shards, cols, delayed)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from te_dist.formats import INPUT_DTYPES
 from te_dist.modules.base import QuantizedLayer
-from te_dist.parallel.fsdp.codec import WeightCodec, codec_for
-from te_dist.parallel.fsdp.shards import Shards
+from te_dist.parallel.fsdp.codec import WeightCodec
+from te_dist.parallel.fsdp.shards import Place, Shards
+from te_dist.parallel.fsdp.stack import StackCodec
 from te_dist.pipeline.config import CallFlags, LayerSpec, StageConfig, resolve
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe
@@ -41,25 +42,45 @@ class Decision:
     unsupported: bool = False
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for decisions that leave the same kind of unsharded weight behind."""
+        return self.how, self.quantizer, self.codec is not None and self.codec.delayed
+
+    @property
     def format(self) -> str:
         return "-" if self.quantizer is None else self.quantizer.describe()
 
 
-def weight_slots(layer: QuantizedLayer) -> list[tuple[StageConfig, int, int]]:
-    """(stage, group, slot) of each weight of a layer."""
+@dataclasses.dataclass(frozen=True)
+class Portion:
+    """What one parameter is of a layer's weights.
+
+    Attributes:
+        index: of the weight, in the order of the slots; of a stack, that of the first one.
+        shards: of its rows, or of the weights of a stack.
+        place: of the parameter's rows in that weight.
+        stacked_rows: of each weight of a stack; 0 if it is none.
+    """
+
+    index: int
+    shards: Shards
+    cols: int
+    place: Place
+    stacked_rows: int = 0
+
+    @property
+    def weights(self) -> int:
+        return self.shards.rows if self.stacked_rows else 1
+
+    @property
+    def is_part(self) -> bool:
+        return self.place.whole != self.shards.rows
+
+
+def weight_slots(layer: QuantizedLayer) -> list[tuple[StageConfig, int]]:
+    """(stage, group) of each weight of a layer."""
     config = resolve(layer.spec, None, CallFlags(True, (True,) * layer.spec.param_count))
-    return [(stage, g, stage.weight_slot + g) for stage in config.stages for g in range(stage.spec.weights)]
-
-
-def structural_obstacle(layer: QuantizedLayer) -> str:
-    """Why no weight of this layer can be gathered quantized, whatever its recipe; "" if nothing is in the way."""
-    if getattr(layer, "parameter_splits", None):
-        return "parameters_split: the layer joins the parts before it quantizes them"
-    if getattr(layer, "fc1_is_split", False):
-        return "fc1 is held as gate and up: the layer joins them before it quantizes them"
-    if getattr(layer, "single_grouped_weight", False):
-        return "single_grouped_weight: one parameter holds the weights of all groups"
-    return ""
+    return [(stage, group) for stage in config.stages for group in range(stage.spec.weights)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,23 +102,37 @@ def _weight_quantizers(spec: LayerSpec, recipe: Recipe) -> list[tuple[Quantizer 
     return found
 
 
-def decide(
-    layer: QuantizedLayer, recipe: Recipe | None, shards: list[Shards], shapes: list[torch.Size]
-) -> list[Decision]:
-    """For each weight of a layer. They travel alike: a layer cannot do with half of its weights quantized."""
+@functools.lru_cache(maxsize=4096)
+def _codec(quantizer: Quantizer, portion: Portion, delayed: bool) -> WeightCodec:
+    """Layers of equal shape share one."""
+    if portion.stacked_rows:
+        return StackCodec(quantizer, portion.shards, portion.stacked_rows, portion.cols, delayed)
+    return WeightCodec(quantizer, portion.shards, portion.cols, delayed, portion.place)
+
+
+def decide(layer: QuantizedLayer, recipe: Recipe | None, portions: Sequence[Portion]) -> list[Decision]:
+    """For each parameter that holds weights of a layer. They travel alike: a layer cannot do with half of its weights
+    quantized."""
     if recipe is None:
-        return [Decision(PLAIN, reason="no recipe")] * len(shards)
+        return [Decision(PLAIN, reason="no recipe")] * len(portions)
     delayed = isinstance(recipe, DelayedScaling)
+    quantizers = _weight_quantizers(layer.spec, recipe)
     made: list[Decision] = []
-    for (quantizer, reason), rows, shape in zip(_weight_quantizers(layer.spec, recipe), shards, shapes, strict=True):
+    for portion in portions:
+        quantizer, reason = quantizers[portion.index]
         if quantizer is None:
-            return [Decision(PLAIN, reason=reason, unsupported=True)] * len(shards)
+            return [Decision(PLAIN, reason=reason, unsupported=True)] * len(portions)
         quantizer = quantizer.with_usage(rowwise=True, columnwise=not quantizer.column_from_row)
-        obstacle = WeightCodec.obstacle(quantizer, rows)
-        if obstacle:
-            made.append(Decision(AFTERWARDS, quantizer, reason=obstacle, unsupported=True))
+        if portion.stacked_rows:
+            obstacle = WeightCodec.obstacle(quantizer, Shards(portion.stacked_rows, 1, 0))
         else:
-            made.append(Decision(QUANTIZED, quantizer, codec_for(quantizer, rows, shape[-1], delayed)))
+            obstacle = WeightCodec.obstacle(quantizer, portion.shards, portion.place)
+        if not obstacle:
+            made.append(Decision(QUANTIZED, quantizer, _codec(quantizer, portion, delayed)))
+        elif portion.is_part or portion.stacked_rows:  # the layer joins what it is given, and quantizes it itself
+            return [Decision(PLAIN, reason=obstacle, unsupported=True)] * len(portions)
+        else:
+            made.append(Decision(AFTERWARDS, quantizer, reason=obstacle, unsupported=True))
     return made
 
 

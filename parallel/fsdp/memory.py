@@ -71,16 +71,22 @@ def bytes_in_use(device: torch.device | str) -> int:
         return torch.cuda.memory_allocated(device)
     seen: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
-            if storage.size():
-                seen[storage.data_ptr()] = storage.size()
-        elif isinstance(thing, GatheredWeight):
+        kind = type(thing)  # not isinstance: some objects answer to that with a warning, and there are many of them
+        if kind is Tensor or kind is nn.Parameter:
+            _count(thing, seen)
+        elif kind is GatheredWeight:
             for buffer in thing.quantized_storage.inner_tensors():
-                # A compiler's fakes have no memory.
-                if type(buffer) is Tensor and buffer.device.type == "cpu" and buffer.untyped_storage().size():
-                    seen[buffer.untyped_storage().data_ptr()] = buffer.untyped_storage().size()
+                _count(buffer, seen)
     return sum(seen.values())
+
+
+def _count(tensor: Tensor, seen: dict[int, int]) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+        return
+    storage = tensor.untyped_storage()
+    if storage.size():
+        with contextlib.suppress(RuntimeError):  # a compiler's fakes have no memory
+            seen[storage.data_ptr()] = storage.size()
 
 
 @contextlib.contextmanager

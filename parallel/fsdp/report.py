@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 
 from te_dist.modules.base import QuantizedLayer
-from te_dist.parallel.fsdp.decision import PLAIN, QUANTIZED, Decision, structural_obstacle
+from te_dist.parallel.fsdp.decision import PLAIN, QUANTIZED, Decision
 from te_dist.parallel.fsdp.planes import COLUMN, ROW, PlaneName
 from te_dist.parallel.fsdp.torch_fsdp import (
     FSDPParam,
@@ -135,7 +135,7 @@ def _decision(param: FSDPParam, group: FSDPParamGroup, layer: QuantizedLayer, mo
         return Decision(PLAIN, reason="quantized_all_gather is off")
     from te_dist.parallel.fsdp.attach import _obstacle
 
-    reason = structural_obstacle(layer) or _obstacle(param, group, layer)
+    reason = _obstacle(param, group, layer)
     return Decision(PLAIN, reason=reason or "some of the layer's weights are not sharded with it")
 
 

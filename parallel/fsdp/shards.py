@@ -65,3 +65,12 @@ class Shards:
             owner = b * block // self.height
             found.append(owner * slots + b - ceil_div(owner * self.height, block))
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a parameter's rows begin in the weight that its layer multiplies, and how many rows that has: as many as
+    the parameter, unless the layer joins several."""
+
+    first: int
+    whole: int

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from te_dist.parallel.fsdp import amaxes
+from te_dist.parallel.fsdp.layer import ShardedLayer
 from te_dist.parallel.fsdp.torch_fsdp import FSDPState, groups_of, states_under
-from te_dist.parallel.fsdp.weight import QuantizedFSDPParam, ShardedLayer
+from te_dist.parallel.fsdp.weight import QuantizedFSDPParam
 
 _LAYERS = "_te_dist_layers"
 

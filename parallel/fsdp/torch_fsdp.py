@@ -18,6 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 
+from te_dist.parallel.fsdp.shards import Shards
+from te_dist.torch_compat import backend_of
+
 __all__ = [
     "DTensor",
     "ExtensionsData",
@@ -34,8 +37,10 @@ __all__ = [
     "model_parallel_groups",
     "reshards_after_forward",
     "reshards_to_other_mesh",
+    "shards_of",
     "state_of",
     "states_under",
+    "sum_where_nobody_averages",
     "torch_fully_shard",
 ]
 
@@ -52,6 +57,14 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
         return list(several)
     one = state._fsdp_param_group
     return [] if one is None else [one]
+
+
+def sum_where_nobody_averages(state: FSDPState) -> None:
+    """gloo with CUDA tensors, as several ranks on one GPU have it: FSDP2 would ask it for NCCL's average."""
+    for group in groups_of(state):
+        mesh = group.mesh_info.mesh
+        if group.device.type == "cuda" and backend_of(mesh.get_group(mesh.ndim - 1), group.device) == "gloo":
+            group.force_sum_reduction_for_comms = True
 
 
 def states_under(root: nn.Module) -> Iterator[FSDPState]:
@@ -71,6 +84,12 @@ def reshards_after_forward(group: FSDPParamGroup) -> bool:
 def reshards_to_other_mesh(group: FSDPParamGroup) -> bool:
     """reshard_after_forward=<number>: what forward leaves behind is a shard over fewer ranks."""
     return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
+
+
+def shards_of(param: FSDPParam) -> Shards:
+    """How its rows are cut."""
+    mesh = param.shard_mesh
+    return Shards(param._orig_size[0], mesh.size(), mesh.get_local_rank())
 
 
 def model_parallel_groups(param: FSDPParam) -> list[Any]:

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist import delayed_scaling
-from te_dist.modules.base import QuantizedLayer
+from te_dist.groups import resolve_group
 from te_dist.modules.gathered import expects_recomputation
 from te_dist.parallel.fsdp import amaxes
 from te_dist.parallel.fsdp.codec import WeightCodec
-from te_dist.parallel.fsdp.decision import AFTERWARDS, PLAIN, QUANTIZED, Decision, decide
+from te_dist.parallel.fsdp.decision import AFTERWARDS, PLAIN, QUANTIZED, Decision, Portion
+from te_dist.parallel.fsdp.layer import ShardedLayer, WholeWeight
+from te_dist.parallel.fsdp.packing import packed, packed_size, unpacked
 from te_dist.parallel.fsdp.planes import COLUMN, ROW, PlaneName
 from te_dist.parallel.fsdp.record import record_gather
-from te_dist.parallel.fsdp.shards import Shards
 from te_dist.parallel.fsdp.torch_fsdp import (
     FSDPParam,
     FSDPParamGroup,
@@ -34,64 +34,38 @@ from te_dist.parallel.fsdp.torch_fsdp import (
     TrainingState,
     free_memory,
     give_memory,
+    model_parallel_groups,
     reshards_after_forward,
 )
 from te_dist.pipeline.config import StageConfig
-from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
-from te_dist.tensors.gathered import GatheredWeight, Gathering
+from te_dist.recipe import DelayedScaling, Recipe
+from te_dist.tensors.gathered import GatheredWeight
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import in_backward, refilling
 
-_ALIGNMENT = 256  # of the parts where several share one tensor
+
+class UniformGradientFSDPParam(FSDPParam):
+    """Made by assigning ``__class__``, of every parameter that shares a group with quantized weights. FSDP2 reduces a
+    group's gradients as one vector: where those of weights come in float32, the others have to."""
+
+    te_dist_weights: list[ShardedWeight]  # of the group
+
+    def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
+        inner: Tensor = super()._get_grad_inner_tensor(grad)
+        if inner.dtype != torch.float32 and any(weight.widens_gradients for weight in self.te_dist_weights):
+            return inner.float()
+        return inner
 
 
-class QuantizedFSDPParam(FSDPParam):
-    """Made by assigning ``__class__``. The property is read at each gather, so what ``to_empty()``, ``.to()`` and
-    ``load_state_dict(assign=True)`` put in the parameter's place is gathered quantized too."""
+class QuantizedFSDPParam(UniformGradientFSDPParam):
+    """The property is read at each gather, so what ``to_empty()``, ``.to()`` and ``load_state_dict(assign=True)`` put
+    in the parameter's place is gathered quantized too."""
 
     te_dist_weight: ShardedWeight
 
     @property
     def _sharded_local_tensor(self) -> Any:
         return self.te_dist_weight
-
-
-class ShardedLayer:
-    """A layer whose weights one FSDP parameter group shards: they are gathered alike."""
-
-    def __init__(self, layer: QuantizedLayer, name: str) -> None:
-        self.layer, self.name = layer, name
-        self.weights: list[ShardedWeight] = []
-        self._decisions: dict[Recipe | None, list[Decision]] = {}
-        # Of the last forward: autocast's scope is gone when backward gathers again.
-        self.forward_recipe: Recipe | None = None
-
-    def recipe(self, state: TrainingState) -> Recipe | None:
-        """The recipe to gather for."""
-        if state == TrainingState.PRE_BACKWARD or in_backward():
-            return self.forward_recipe
-        recipe = recipe_in_force(self.layer.recipe)
-        if state == TrainingState.FORWARD:
-            self.forward_recipe = recipe
-        return recipe
-
-    def decisions(self, recipe: Recipe | None) -> list[Decision]:
-        found = self._decisions.get(recipe)
-        if found is None:
-            shards, shapes = [w.shards for w in self.weights], [w.shape for w in self.weights]
-            found = self._decisions[recipe] = decide(self.layer, recipe, shards, shapes)
-        return found
-
-    def weight_scale(self, recipe: DelayedScaling, index: int, advances: bool) -> Tensor:
-        """Delayed scaling: the scale that the layer's coming forward uses for a weight, or that its last one used."""
-        layer = self.layer
-        layer._ensure_delayed(recipe)
-        scales, history, largest = layer.fp8_scale, layer.fp8_amax_history, layer._fp8_largest
-        assert scales is not None and history is not None and largest is not None
-        if advances:
-            scales = scales.clone()
-            delayed_scaling.advance(history.clone(), scales, largest, recipe.margin, recipe.amax_compute_algo)
-        return scales[index : index + 1]
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,31 +82,42 @@ class ShardedWeight:
     """What FSDPParam takes for its sharded local tensor."""
 
     def __init__(
-        self, param: FSDPParam, group: FSDPParamGroup, owner: ShardedLayer, stage: StageConfig, index: int, name: str
+        self,
+        param: FSDPParam,
+        group: FSDPParamGroup,
+        owner: ShardedLayer,
+        whole: WholeWeight,
+        portion: Portion,
+        stage: StageConfig,
+        index: int,
+        name: str,
     ) -> None:
         self.param, self.group, self.owner, self._name = param, group, owner, name
+        self.whole, self.portion = whole, portion
         self.scale_index = stage.scale_index("weight", index)
-        # Whether the ranks of tensor parallelism have one per-tensor scale: so it is unless they chose otherwise.
-        comm = stage.spec.comm
-        self.scale_spans_ranks = comm.is_local or comm.amax_group("weight") is not None
-        mesh = param.shard_mesh
+        self._comm = stage.spec.comm
         self.shape: torch.Size = param._orig_size
-        self.shards = Shards(self.shape[0], mesh.size(), mesh.get_local_rank())
-        self.gathering = Gathering(name)
+        self.shards, self.gathering = portion.shards, whole.gathering
         self.amaxes: Tensor | None = None  # reduced, for this forward and its backward
         self.amaxes_codec: WeightCodec | None = None
-        self._forward_scale: Tensor | None = None
-        self._variants: dict[Decision, Variant] = {}
+        self._variants: dict[Any, Variant] = {}
         self._current: Variant | None = None
         if hasattr(param, "_unsharded_param"):  # it was gathered before, in high precision
             plain = Variant(Decision(PLAIN), param._unsharded_param, outputs={(): list(param.all_gather_outputs)})
-            self._current = plain
-        self._attached_to_plain = self._current
+            self._current = self._variants[plain.decision.key] = plain
 
     @property
     def name(self) -> str:
         """In the model, once FSDP2 knows which one is its root."""
         return getattr(self.param, "_param_fqn", None) or self._name
+
+    @property
+    def model_parallel_groups(self) -> list[Any]:
+        """Over whose ranks, beside FSDP's, the weight is spread and has one per-tensor scale."""
+        if self._comm.is_local:
+            return model_parallel_groups(self.param)
+        name = self._comm.amax_group("weight")  # unless they chose otherwise
+        return [] if name is None else [resolve_group(name, "tp_group")]
 
     # ---------------------------------------------------------------------------------------- as FSDPParam sees it
     def size(self) -> torch.Size:
@@ -169,7 +154,9 @@ class ShardedWeight:
                 return None
             return outputs[0].view(-1)[: self.shape.numel()].view(self.shape), ()
         if variant.storage is None:
-            variant.storage = self._quantized_storage(variant, dtype)
+            variant.storage = self.whole.storage(variant.decision, self._gradient_dtype(dtype), self.param.device)
+            if how == QUANTIZED:
+                self._adopt(variant)
         if how == QUANTIZED:
             inner = self._decode(variant, meta["planes"], meta["common"], outputs)
         else:
@@ -180,7 +167,18 @@ class ShardedWeight:
             self.gathering.recomputed = expects_recomputation()
         if out is not None:
             return None
-        return GatheredWeight(variant.storage, self.gathering), inner
+        first = self.portion.place.first
+        return GatheredWeight(variant.storage, self.gathering, (first, first + self.shape[0])), inner
+
+    def _gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the unsharded weight, which is only a name: nothing of it is in high precision. With a reduce_dtype
+        of float32 gradients leave their product like that, and are not rounded before they are summed."""
+        return torch.float32 if self.param.reduce_dtype == torch.float32 else dtype
+
+    @property
+    def widens_gradients(self) -> bool:
+        quantized = self._current is not None and self._current.decision.how != PLAIN
+        return quantized and self.param.reduce_dtype == torch.float32 and self.param.sharded_param.requires_grad
 
     # ---------------------------------------------------------------------------------------- sending
     def local(self) -> Tensor:
@@ -195,25 +193,16 @@ class ShardedWeight:
         codec = variant.decision.codec
         assert codec is not None
         wanted = self._wanted(codec, state)
-        scale = self._delayed_scale(recipe, state) if isinstance(recipe, DelayedScaling) else None
+        scale = None
+        if isinstance(recipe, DelayedScaling):
+            scale = self.owner.scales(recipe, state)[self.scale_index : self.scale_index + self.portion.weights]
         reduced = amaxes.for_gather(self, codec, state)
         local = self.local().to(self.param.device, non_blocking=True)
         encoded = codec.encode(local, wanted, reduced, scale)
-        sent = encoded.wire if self.shards.ranks > 1 else [_packed(encoded.wire)]
+        sent = encoded.wire if self.shards.ranks > 1 else [packed(encoded.wire)]
         self._gather_into(variant, wanted)
-        amax = reduced[:1] if codec.delayed and reduced is not None else None
+        amax = reduced[: self.portion.weights] if codec.delayed and reduced is not None else None
         return sent, {"planes": wanted, "common": encoded.common, "amax": amax}
-
-    def _delayed_scale(self, recipe: DelayedScaling, state: TrainingState) -> Tensor:
-        """Backward takes the scale of its forward. The layer's buffers may have moved on, and on a GPU this runs on a
-        stream that does not wait for those who write them."""
-        if (state == TrainingState.PRE_BACKWARD or in_backward()) and self._forward_scale is not None:
-            return self._forward_scale
-        advances = self.owner.layer.training or torch.is_grad_enabled()
-        scale = self.owner.weight_scale(recipe, self.scale_index, advances).to(self.param.device, copy=True)
-        if state == TrainingState.FORWARD:
-            self._forward_scale = scale
-        return scale
 
     def _wanted(self, codec: WeightCodec, state: TrainingState) -> tuple[PlaneName, ...]:
         """Forward reads the row plane, backward the column plane. Both, where the memory of one has to last for the
@@ -234,22 +223,17 @@ class ShardedWeight:
         current, param = self._current, self.param
         if current is not None and hasattr(param, "_unsharded_param"):
             current.param = param._unsharded_param
-        if current is not None and current.decision == decision:
+        if current is not None and current.decision.key == decision.key:
             return current
-        variant = self._variants.get(decision)
+        variant = self._variants.get(decision.key)
         if variant is None:
-            known_plain = decision.how == PLAIN and self._attached_to_plain is not None
-            variant = self._attached_to_plain if known_plain else Variant(decision)
-            assert variant is not None
-            variant.decision = decision
-            self._variants[decision] = variant
+            variant = self._variants[decision.key] = Variant(decision)
         if current is not None and current.param is not None:
             gradient, current.param.grad = current.param.grad, None
-            if variant.param is not None:
-                variant.param.grad = gradient
-            elif gradient is not None:
+            if gradient is not None:
                 # Accumulated without synchronisation, and kept where FSDP2 looks for it.
-                param.unsharded_accumulated_grad = gradient
+                dtype = param.reduce_dtype or gradient.dtype
+                param.unsharded_accumulated_grad = gradient.to(dtype)
             del param._unsharded_param
         if variant.param is not None:
             param._unsharded_param = variant.param
@@ -268,9 +252,8 @@ class ShardedWeight:
                 variant.outputs[()] = self._without_memory(sizes, dtype)
             elif ranks == 1:
                 everything = tuple(codec.planes)
-                sizes = codec.wire_sizes(everything)
-                whole = sizes if len(sizes) == 1 else [sum(map(_room, sizes))]
-                variant.outputs[everything] = self._without_memory(whole, torch.uint8)
+                size = packed_size(codec.wire_sizes(everything))
+                variant.outputs[everything] = self._without_memory([size], torch.uint8)
             else:
                 for name in codec.planes:
                     sizes = [size * ranks for size in codec.wire_sizes([name])]
@@ -280,13 +263,17 @@ class ShardedWeight:
         self.param.all_gather_outputs = variant.outputs[planes]
         self.param._unsharded_inner_tensors = self._filled(variant, planes)
 
-    def _filled(self, variant: Variant, planes: tuple[PlaneName, ...]) -> list[Tensor]:
-        """The buffers that the post hook fills: FSDP2 gives them memory before it, and takes it away at reshard."""
+    def _written(self, variant: Variant, planes: tuple[PlaneName, ...]) -> list[Tensor]:
+        """The buffers that the post hook fills."""
         if variant.storage is None:
             return []
         if variant.decision.codec is None:
             return variant.storage.inner_tensors()
         return [getattr(variant.storage, name) for name in variant.decision.codec.copied(planes)]
+
+    def _filled(self, variant: Variant, planes: tuple[PlaneName, ...]) -> list[Tensor]:
+        """Those of them that FSDP2 gives memory before it, and takes it away from at reshard: the first part's."""
+        return self._written(variant, planes) if self.whole.parts[0] is self else []
 
     def _without_memory(self, sizes: Sequence[int], dtype: torch.dtype | None) -> list[Tensor]:
         with torch.inference_mode(False):
@@ -296,13 +283,10 @@ class ShardedWeight:
         return made
 
     # ---------------------------------------------------------------------------------------- receiving
-    def _quantized_storage(self, variant: Variant, dtype: torch.dtype) -> QuantizedStorage:
-        codec, quantizer, device = variant.decision.codec, variant.decision.quantizer, self.param.device
-        with torch.inference_mode(False):
-            if codec is None:
-                assert quantizer is not None
-                return quantizer.make_empty(self.shape, dtype=dtype, device=device)
-            storage = codec.storage(dtype, device)
+    def _adopt(self, variant: Variant) -> None:
+        """Let the storage's buffers be views of what is gathered, where they can."""
+        codec, storage = variant.decision.codec, variant.storage
+        assert codec is not None and storage is not None
         everything = tuple(codec.planes)
         alone = self.shards.ranks == 1
         parts = [] if alone else [t for name in everything for t in variant.outputs[name,]]
@@ -310,14 +294,13 @@ class ShardedWeight:
         for tensor in empty:  # no view can be made of what has no memory
             give_memory(tensor)
         if alone:
-            parts = _unpacked(variant.outputs[everything][0], codec.wire_sizes(everything))
+            parts = unpacked(variant.outputs[everything][0], codec.wire_sizes(everything))
         for plane in codec.planes.values():
-            codec.place(storage, plane, parts.pop(0))
+            codec.adopt(storage, plane, parts.pop(0))
             if plane.scale is not None:
                 parts.pop(0)
         for tensor in empty:
             free_memory(tensor)
-        return storage
 
     def _decode(
         self,
@@ -329,22 +312,30 @@ class ShardedWeight:
         codec, storage = variant.decision.codec, variant.storage
         assert codec is not None and storage is not None
         alone = self.shards.ranks == 1
-        gathered = _unpacked(outputs[0], codec.wire_sizes(planes)) if alone else outputs
-        inner = self._filled(variant, planes)
+        gathered = unpacked(outputs[0], codec.wire_sizes(planes)) if alone else outputs
+        inner, written = self._filled(variant, planes), self._written(variant, planes)
         for buffer in inner:
             give_memory(buffer)
         shared = [getattr(storage, name) for name in common]
-        with torch.no_grad(), refilling([*inner, *shared]):
+        with torch.no_grad(), refilling([*written, *shared]):
             codec.decode(storage, planes, gathered)
             for name, value in common.items():
                 getattr(storage, name).copy_(value)
                 if value.is_cuda:  # made on the stream of the gathers, which must not reuse it before it is read
                     value.record_stream(torch.cuda.current_stream(value.device))
-        if not alone:
-            for name in planes:
-                if codec.planes[name].transposed:  # its transpose is what is read
-                    free_memory(variant.outputs[name,][0])
+        for tensor in self._read_to_the_end(variant, planes):
+            free_memory(tensor)
         return inner
+
+    def _read_to_the_end(self, variant: Variant, planes: tuple[PlaneName, ...]) -> list[Tensor]:
+        """What was gathered and is not needed any more, because all of it was copied."""
+        codec = variant.decision.codec
+        assert codec is not None
+        if codec.is_part:
+            return variant.outputs[planes]
+        if self.shards.ranks == 1:
+            return []
+        return [variant.outputs[name,][0] for name in planes if codec.planes[name].transposed]
 
     def _quantize_whole(self, variant: Variant, output: Tensor) -> list[Tensor]:
         """From high precision, once per unshard; what was gathered is not needed any more."""
@@ -355,32 +346,11 @@ class ShardedWeight:
             give_memory(buffer)
         whole = output.view(-1)[: self.shape.numel()].view(self.shape)
         with torch.no_grad(), refilling(inner):
-            quantizer._quantize_into(whole, storage, None, None, None)
+            # All ranks of tensor parallelism are here too: they unshard in the same order.
+            quantizer._quantize_into(whole, storage, self._comm.amax_group("weight"), None, None)
         free_memory(output)
         return inner
 
     @property
     def is_sharded(self) -> bool:
         return self.param.sharded_state == ShardedState.SHARDED
-
-
-def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """Several byte vectors as one: FSDP2 takes no more than that from a rank that is alone."""
-    if len(parts) == 1:
-        return parts[0]
-    out = parts[0].new_zeros(sum(_room(part.numel()) for part in parts))
-    for part, place in zip(parts, _unpacked(out, [part.numel() for part in parts]), strict=True):
-        place.copy_(part)
-    return out
-
-
-def _unpacked(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(whole.view(-1)[at : at + size])
-        at += _room(size)
-    return parts
-
-
-def _room(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

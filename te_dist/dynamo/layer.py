@@ -26,7 +26,7 @@ from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec
 from te_dist.pipeline.forward import layer_forward as forward_impl
 from te_dist.pipeline.function import config_of, draw_seeds, flatten_weights, rebuild_weights
 from te_dist.pipeline.saved import assemble, flatten_saved, needs_input, rebuild_saved, saves_norm_output
-from te_dist.pipeline.shards import out_lead, rows_per_entry, stage_rows
+from te_dist.pipeline.shards import norm_lead, out_lead, rows_per_entry, stage_rows
 from te_dist.pipeline.weights import quantize_weight_part, weight_quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.gathered import stand_in
@@ -87,6 +87,24 @@ def update_weights(
 
 
 # ------------------------------------------------------------------------------------------------- forward
+def shape_alone(x: Tensor) -> Tensor:
+    """Shape, dtype and device of a tensor, and none of its data: a graph that reads no more never makes it."""
+    return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+
+def _input_and_weights(
+    x: Tensor, weights: Sequence[Tensor], config: LayerConfig
+) -> tuple[TensorOrQuantized, Sequence[Tensor]]:
+    """The matrix that the layer gets, and the weights' buffers. Those of an input that was quantized before come in
+    front of them; `x` says no more than its shape then."""
+    given = config.flags.given
+    if given is None:
+        return kernels.as_rows(x), weights
+    shape = (x.shape[:-1].numel(), x.shape[-1])
+    count = len(given._describe_buffers((32, 32)))
+    return assemble(iter(weights[:count]), given, shape, x.dtype), weights[count:]
+
+
 def _forward(
     x: Tensor,
     params: Sequence[Optional[Tensor]],
@@ -99,9 +117,10 @@ def _forward(
 ) -> list[Tensor]:
     """y, the norm's output if it is returned, the amaxes under delayed scaling, what backward needs."""
     amaxes = _amaxes(config, scales)
+    matrix, weights = _input_and_weights(x, weights, config)
     result = forward_impl(
         FwdArgs(
-            x=kernels.as_rows(x),
+            x=matrix,
             params=list(params),
             # Unquantized weights are multiplied in the result's dtype, as in eager code.
             weights=[
@@ -118,15 +137,15 @@ def _forward(
         )
     )
     lead: Sequence[int] = x.shape[:-1]
-    if result.norm_output is not None:
-        norm_output = result.norm_output.view(*lead, result.norm_output.shape[-1])
+    normed = result.norm_output
+    results = [] if normed is None else [normed.view(*norm_lead(config, lead, normed.shape[0]), normed.shape[-1])]
     if config.communicates:
         lead = out_lead(config, lead, result.out.shape[0])
-    out = [result.out.view(*lead, result.out.shape[-1])]
-    if result.norm_output is not None:
-        out.append(norm_output)
+    out = [result.out.view(*lead, result.out.shape[-1]), *results]
     if amaxes is not None:
         out.append(amaxes)
+    if config.flags.given is not None:
+        result.saved[0].x = None  # a result must not be an argument: whoever has the buffers saves them
     saved = flatten_saved(result.saved)
     return out + (saved[1:] if saves_norm_output(config) else saved)
 
@@ -336,7 +355,7 @@ class CompiledLayer(torch.autograd.Function):
         splits: list[int],
         weight_count: int,
         kept_weights: list[int],
-        saves: tuple[bool, bool, str],
+        saves: tuple[bool, bool, str, tuple[int, ...]],
         delayed: bool,
         draws_seeds: bool,
         offsets: Optional[Tensor],
@@ -347,9 +366,10 @@ class CompiledLayer(torch.autograd.Function):
         weights, params = tensors[:weight_count], tensors[weight_count:]
         if flags.gathered:
             params = tuple([stand_in(p) for p in params])
-        saves_input, saves_norm, exchange = saves
+        saves_input, saves_norm, exchange, input_planes = saves
         op = forward_op(exchange, draws_seeds)
-        made = op(x, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
+        read = x if flags.given is None else shape_alone(x)
+        made = op(read, list(params), list(weights), scales, splits, offsets, spec, recipe, flags, out_dtype)
         seeds = None
         if draws_seeds:
             made, seeds = made[:-1], made[-1]
@@ -362,7 +382,7 @@ class CompiledLayer(torch.autograd.Function):
         ctx.counts = (len(kept), len(params))
         ctx.no_gradients = (None,) * (13 + weight_count)
         ctx.constants = (spec, recipe, flags, splits, delayed, x.dtype, bool(exchange))
-        norm_output = [made[1]] if saves_norm else []
+        first_operand = [made[1]] if saves_norm else [weights[i] for i in input_planes]
         ctx.x_shape = x.shape
         ctx.save_for_backward(
             x if saves_input else None,
@@ -372,7 +392,7 @@ class CompiledLayer(torch.autograd.Function):
             offsets,
             *kept,
             *params,
-            *norm_output,
+            *first_operand,
             *made[first_saved:],
         )
         if results == 2:
@@ -412,11 +432,18 @@ class CompiledLayer(torch.autograd.Function):
         return dx, *ctx.no_gradients, *dparams
 
 
-def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, str]]:
-    """Which of the weight buffers backward keeps, whether it needs the input and the returned norm's output, and
-    what other ranks take part in ("" if in nothing): constants of a compiled call."""
+def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, str, tuple[int, ...]]]:
+    """Constants of a compiled call: which of the weight buffers backward keeps; whether it needs the input and the
+    returned norm's output, what other ranks take part in ("" if in nothing), and which buffers it keeps of an input
+    that was quantized before. Such an input's buffers come before the weights'."""
+    given = config.flags.given
+    names = [] if given is None else list(given._describe_buffers((32, 32)))
+    first = config.stages[0]
+    planes: tuple[int, ...] = ()
+    if names and first.needs_wgrad and first.x_saved is not None and not config.spec.save_original_input:
+        planes = tuple(names.index(name) for name in first.x_saved._describe_buffers((32, 32)))
     kept: list[int] = []
-    at = 0
+    at = len(names)
     for stage in config.stages:
         for _ in range(stage.spec.weights):
             if stage.weight is None:
@@ -427,4 +454,4 @@ def shapes_of(config: LayerConfig) -> tuple[list[int], tuple[bool, bool, str]]:
             kept.extend(at + i for i, name in enumerate(names) if name in wanted)
             at += len(names)
     exchange = (config.spec.fused_op or "layer") if config.communicates else ""
-    return kept, (needs_input(config), saves_norm_output(config), exchange)
+    return kept, (needs_input(config), saves_norm_output(config), exchange, planes)

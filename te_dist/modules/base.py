@@ -1,7 +1,7 @@
 """QuantizedLayer: what Linear, LayerNormLinear, LayerNormMLP and GroupedLinear share.
 
-A subclass names its parameters in the order of its LayerSpec's slots; everything else, from the choice of the recipe
-to the weight workspaces and delayed scaling's buffers, happens here, once for eager and once for compiled code.
+A subclass names its parameters in the order of its LayerSpec's slots. The rest is here and in the classes above: weight
+workspaces, delayed scaling's buffers, where weight gradients go, and the call that Dynamo traces.
 """
 
 from __future__ import annotations
@@ -13,125 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_dist import delayed_scaling, kernels
+from te_dist import kernels
 from te_dist.comm import sequence_shards
-from te_dist.dynamo import layer as compiled
 from te_dist.formats import INPUT_DTYPES
-from te_dist.modules.gathered import (
-    check_gathered,
-    gathered_slots,
-    gathered_weights,
-    note_recomputation,
-    record_gathered_amaxes,
-)
-from te_dist.modules.parameters import like_parameter, local_part, spread_state
+from te_dist.modules.compiled_call import CompiledCalls, by_host_or_device, is_checkpointed, trains_with_seeds
+from te_dist.modules.delayed import DELAYED_BUFFERS, Recomputed
+from te_dist.modules.gathered import check_gathered, gathered_weights, note_recomputation, record_gathered_amaxes
+from te_dist.modules.given import check_given
+from te_dist.modules.parameters import local_part, spread_state
 from te_dist.modules.scopes import layers, scope
-from te_dist.pipeline.args import TensorOrQuantized
-from te_dist.pipeline.backward import run_delayed
-from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve, roles
+from te_dist.pipeline.config import CallFlags, LayerConfig, LayerSpec, resolve
 from te_dist.pipeline.forward import layer_forward
-from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, flatten_weights, forward_args, rebuild_weights
-from te_dist.pipeline.shards import out_lead, rows_per_entry
-from te_dist.pipeline.weights import quantize_weight_part, weight_quantizer
+from te_dist.pipeline.function import EagerLayer, LayerCall, draw_seeds, forward_args
+from te_dist.pipeline.shards import norm_lead, out_lead, rows_per_entry
 from te_dist.quantizers import NVFP4Quantizer
-from te_dist.recipe import DelayedScaling, NoRecipe, Recipe, interned, is_scoped, recipe_in_force
-from te_dist.tensors.gathered import GatheredWeight, stand_in
+from te_dist.recipe import DelayedScaling, Recipe, is_scoped, recipe_in_force
+from te_dist.tensors.gathered import GatheredWeight
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.torch_compat import hidden_from_modes, in_backward, traces_checkpoint
+from te_dist.torch_compat import in_backward
+from te_dist.values import interned
 
-NO_RECIPE = NoRecipe()
-# Delayed scaling's buffers: in the state_dict of a layer that uses it, never required of one that is loaded.
-DELAYED_BUFFERS = ("fp8_scale", "fp8_amax_history")
 # What Transformer Engine writes beside the parameters; we accept and ignore it.
 FOREIGN_STATE = "_extra_state"
 
 
-class Recomputed:
-    """What a forward that is computed again during backward must find as it was: the recipe, which may have been
-    that of a scope, and delayed scaling's scales, which a later forward may have moved on."""
-
-    def __init__(self, recipe: Recipe | None) -> None:
-        self.recipe = recipe
-        self.scales: Tensor | None = None
-
-
-@torch.compiler.assume_constant_result
-def _call_constants(
-    spec: LayerSpec,
-    recipe: Recipe | None,
-    keep_planes: bool,
-    main_grad_dtype: torch.dtype | None,
-    device_splits: bool,
-    gathered: bool,
-    shards: tuple[Any, ...],
-    *grads: bool,
-) -> tuple[Any, ...]:
-    """What a compiled call must know before its ops run; executed while tracing, and baked in."""
-    flags = CallFlags(grads[0], tuple(grads[1:]), keep_planes, main_grad_dtype, device_splits, gathered, shards)
-    config = resolve(spec, recipe, flags)
-    kept, saves = compiled.shapes_of(config)
-    weight_count = sum(
-        len(stage.weight._describe_buffers((32, 32))) * stage.spec.weights
-        for stage in config.stages
-        if stage.weight is not None
-    )
-    found = gathered_slots(config) if gathered else ((), ())
-    return flags, recipe or NO_RECIPE, kept, saves, (weight_count, *found), config.delayed, config.draws_seed
-
-
-class CompiledCall:
-    """One compiled call between its preparation and its forward op."""
-
-    def __init__(
-        self,
-        flags: CallFlags,
-        recipe: Recipe,
-        kept: list[int],
-        saves: tuple[bool, bool, str],
-        weights: tuple[int, Any, Any],
-        delayed: bool,
-        draws_seeds: bool,
-    ) -> None:
-        self.flags, self.recipe, self.kept, self.saves = flags, recipe, kept, saves
-        self.weight_count, self.gathered_buffers, self.gathered_amaxes = weights
-        self.delayed, self.draws_seeds = delayed, draws_seeds
-        self.detached: list[Tensor | None] = []
-        self.weights: list[Tensor] = []
-        self.scales: Tensor | None = None
-        self.histories: list[Tensor] = []
-        self.records = False
-
-
-def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | None, Tensor | None]:
-    """The rows of each group, or where each ends on the device."""
-    return (None, splits) if isinstance(splits, Tensor) else (splits, None)
-
-
-@torch.compiler.assume_constant_result
-def _trains_with_seeds(spec: LayerSpec, recipe: Recipe | None) -> bool:
-    """Whether a training step under this recipe draws seeds. The first forward of reentrant checkpointing, which has
-    no gradients, draws them too and drops them: the recomputation gets its random state, and without a draw the
-    generator would stand still and every step would round alike."""
-    return resolve(spec, recipe, CallFlags(True, (True,) * spec.param_count)).draws_seed
-
-
-class QuantizedLayer(torch.nn.Module):
-    """Base of the layers.
-
-    Attributes:
-        recipe: the layer's own recipe; None takes that of the surrounding ``te_dist.autocast``.
-        spec: the layer's fixed description.
-    """
-
-    spec: LayerSpec
-    recipe: Recipe | None
-    fp8_scale: Tensor | None
-    fp8_amax_history: Tensor | None
-    _fp8_largest: Tensor | None
-    recomputed_in_graph = False  # some compiled graph computes this layer's forward again in backward
-    # te_dist.parallel has given this layer's stages a Comm and its parameters a place on a mesh.
-    _is_parallel = False
+class QuantizedLayer(CompiledCalls):
+    """Base of the layers: how a call begins, and what it does in eager code."""
 
     def _init_layer(self, spec: LayerSpec, recipe: Recipe | None, *, fuse_wgrad_accumulation: bool = False,
                     delay_wgrad_compute: bool = False) -> None:  # fmt: skip
@@ -141,7 +49,7 @@ class QuantizedLayer(torch.nn.Module):
             raise TypeError(f"{self._label()} expects recipe to be a te_dist recipe or None but got {recipe!r}")
         self.recipe = interned(recipe)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.wgrad_store: list[object] | None = [] if delay_wgrad_compute else None
+        self.wgrad_store = [] if delay_wgrad_compute else None
         self._reset_caches()
         for name in (*DELAYED_BUFFERS, "_fp8_largest"):
             self.register_buffer(name, None, persistent=name in DELAYED_BUFFERS)
@@ -150,21 +58,10 @@ class QuantizedLayer(torch.nn.Module):
         layers.add(self)
 
     def _reset_caches(self) -> None:
-        self._workspaces: list[Tensor] | None = None  # flat buffers, see flatten_weights
-        self._workspace_storages: tuple[list[Tensor], list[list[TensorOrQuantized]]] | None = None
-        self._workspace_recipe: Recipe | None = None
-        self._workspace_fresh = False
+        self._drop_workspaces()
         self._configs: dict[Any, LayerConfig] = {}
         self._configs_recipe: Recipe | None = None
         self._forward_recipe: Recipe | None = None
-
-    def _label(self) -> str:
-        name = getattr(self, "spec", None) and self.spec.name
-        return f"{type(self).__name__} {name!r}" if name else type(self).__name__
-
-    def _slots(self) -> list[Tensor | None]:
-        """The parameters in the order of the spec's slots."""
-        raise NotImplementedError(f"{type(self).__name__} must define _slots")
 
     # ---------------------------------------------------------------------------------------- entry
     def _run(
@@ -177,10 +74,10 @@ class QuantizedLayer(torch.nn.Module):
     ) -> Any:
         recipe = self._recipe_of_call() if recomputed is None else recomputed.recipe
         params = self._slots()
-        gathered = gathered_weights(params)
+        gathered = self._gathered(params)
         if self._is_parallel:
             params = [local_part(param) for param in params]
-        weight = params[2 if self.spec.stages[0].produce == "norm" else 0]
+        weight = params[2 if self.traced_spec.stages[0].produce == "norm" else 0]
         assert weight is not None
         self._check_input(inp, weight)
         device_type = inp.device.type
@@ -193,6 +90,15 @@ class QuantizedLayer(torch.nn.Module):
                     recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered
                 )
         return self._run_in(recipe, inp, params, is_first_microbatch, skip_weight_update, splits, recomputed, gathered)
+
+    def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+        """The weights among the slots that came quantized, None if none did. A compiled graph can read the buffers of
+        parameters only: any part of a joined weight holds all of them, and so does a stack of weights."""
+        if self._first_parts and torch.compiler.is_compiling():
+            params = list(params)
+            for slot, name in self._first_parts:
+                params[slot] = getattr(self, name)
+        return gathered_weights(params)
 
     def _recipe_of_call(self) -> Recipe | None:
         """The recipe in force. Activation checkpointing computes forward again inside backward, where the scope of the
@@ -221,6 +127,13 @@ class QuantizedLayer(torch.nn.Module):
         caching = gathered is None and (frozen or is_first_microbatch is not None or skip_weight_update is not None)
         update = not self._workspace_fresh if frozen else is_first_microbatch is not False
         if torch.compiler.is_compiling():
+            if caching and is_checkpointed():
+                if frozen and isinstance(recipe, DelayedScaling):
+                    raise ValueError(
+                        "frozen_weights, DelayedScaling and activation checkpointing inside a compiled graph do not go "
+                        "together: whether a call moves the scales on cannot be kept. Pass is_first_microbatch instead"
+                    )
+                caching = frozen = False
             result = self._run_compiled(recipe, inp, params, caching, update, skip_weight_update, splits, gathered)
         else:
             # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
@@ -242,7 +155,7 @@ class QuantizedLayer(torch.nn.Module):
                 f"{self._label()} expects an input of float32, float16 or bfloat16 but got "
                 f"{str(inp.dtype).removeprefix('torch.')}"
             )
-        if self._is_parallel and inp.dim() < 2 and self.spec.shards_rows:
+        if self._is_parallel and inp.dim() < 2 and self.traced_spec.shards_rows:
             raise ValueError(
                 f"{self._label()} expects an input of at least two dimensions under sequence parallelism but got "
                 f"shape {list(inp.shape)}"
@@ -287,13 +200,14 @@ class QuantizedLayer(torch.nn.Module):
         self._fill_call(call, recipe, params, caching, update, skip, recomputed, gathered)
         if not flags.any_grad:
             result = layer_forward(forward_args(call, params))
-            if self.training and _trains_with_seeds(self.spec, recipe):
+            if self.training and trains_with_seeds(self.spec, recipe):
                 draw_seeds(self.spec, inp)
             lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
             out = result.out.view(*lead, result.out.shape[-1])
-            if result.norm_output is None:
+            normed = result.norm_output
+            if normed is None:
                 return out
-            return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
+            return out, normed.view(*norm_lead(config, call.lead, normed.shape[0]), normed.shape[-1])
         if config.draws_seed:
             call.seeds = draw_seeds(self.spec, inp)
         if self.fuse_wgrad_accumulation:
@@ -383,14 +297,8 @@ class QuantizedLayer(torch.nn.Module):
                         )
 
     def _quantized_input(self, config: LayerConfig, storage: QuantizedStorage) -> QuantizedStorage:
+        check_given(self._label(), config, storage.quantizer)
         wanted = config.stages[0].x
-        layout = None if wanted is None else wanted.with_usage(rowwise=True, columnwise=True)
-        given = storage.quantizer.layout_quantizer().with_usage(rowwise=True, columnwise=True)
-        if config.stages[0].spec.produce != "identity" or layout != given:
-            needed = (
-                "an unquantized tensor" if layout is None else f"one quantized by {wanted!r}, or an unquantized one"
-            )
-            raise ValueError(f"{self._label()} got an input quantized by {storage.quantizer!r} but expects {needed}")
         assert wanted is not None
         rows, cols = storage.matrix_shape
         storage = storage.view((rows, cols))
@@ -403,292 +311,6 @@ class QuantizedLayer(torch.nn.Module):
                 f"rowwise={wanted.rowwise} and columnwise={wanted.columnwise}, which this format cannot derive"
             ) from None
 
-    def _eager_weights(
-        self,
-        call: LayerCall,
-        params: Sequence[Tensor | None],
-        caching: bool,
-        update: bool,
-        skip: Tensor | None,
-        recipe: Recipe | None,
-    ) -> list[list[TensorOrQuantized]]:
-        config = call.config
-        kept = self._cached_storages(config, params, recipe) if caching else None
-        weights: list[list[TensorOrQuantized]] = []
-        made = kept is None
-        for index, stage in enumerate(config.stages):
-            group: list[TensorOrQuantized] = []
-            for g in range(stage.spec.weights):
-                param = params[stage.weight_slot + g]
-                assert param is not None
-                if stage.weight is None and not isinstance(param, QuantizedTensor):
-                    group.append(param.detach())
-                    continue
-                quantizer = weight_quantizer(config, stage, call.scales, call.amaxes, g)
-                workspace = None if kept is None else kept[index][g]
-                used, new = quantize_weight_part(
-                    param,
-                    quantizer,
-                    workspace if isinstance(workspace, QuantizedStorage) else None,
-                    update,
-                    skip,
-                    caching,
-                    stage.spec.comm.amax_group("weight"),
-                )
-                group.append(used)
-                made = made or new is not None
-            weights.append(group)
-        if caching and made:
-            buffers = flatten_weights(weights)
-            self._workspaces, self._workspace_storages = buffers, (buffers, weights)
-            self._workspace_recipe = recipe
-        return weights
-
-    def _cached_storages(
-        self, config: LayerConfig, params: Sequence[Tensor | None], recipe: Recipe | None
-    ) -> list[list[TensorOrQuantized]] | None:
-        """The workspaces of an earlier call under an equal recipe, which compiled code may have made."""
-        buffers = self._workspaces
-        if buffers is None or self._workspace_recipe != recipe:
-            return None
-        if buffers and buffers[0].device != next(p for p in params if p is not None).device:
-            return None
-        if self._workspace_storages is None or self._workspace_storages[0] is not buffers:
-            self._workspace_storages = (buffers, rebuild_weights(config, params, buffers))
-        return self._workspace_storages[1]
-
-    # ---------------------------------------------------------------------------------------- wgrad scheduling
-    def _main_grads(self, call: LayerCall, params: Sequence[Tensor | None], first: bool) -> None:
-        """Where the weights' gradients accumulate; see ``fuse_wgrad_accumulation``. The first microbatch overwrites."""
-        targets: list[Tensor | None] = [None] * len(params)
-        for stage in call.config.stages:
-            for slot in range(stage.weight_slot, stage.bias_slot):
-                param = params[slot]
-                if param is None or not param.requires_grad:
-                    continue
-                getter = getattr(param, "get_main_grad", None)
-                main_grad = getter() if getter is not None else getattr(param, "main_grad", None)
-                if self._is_parallel:
-                    main_grad = local_part(main_grad)
-                if main_grad is None:
-                    raise ValueError(
-                        f"{self._label()}: fuse_wgrad_accumulation expects main_grad on each weight; set "
-                        f"weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) first"
-                    )
-                targets[slot] = main_grad
-                if first or getattr(param, "overwrite_main_grad", False):
-                    call.overwrite_main_grads |= {slot}
-                if hasattr(param, "grad_added_to_main_grad"):
-                    param.grad_added_to_main_grad = True
-                    # Megatron's hooks on the parameter run only if autograd has a gradient for it. Not before
-                    # backward_dw() though, where main_grad is made there.
-                    if self.wgrad_store is None:
-                        call.placeholder_grads |= {slot}
-        call.main_grads = targets
-
-    def need_backward_dw(self) -> bool:
-        """Whether weight gradients are waiting for ``backward_dw``."""
-        return bool(self.wgrad_store)
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that ``delay_wgrad_compute`` has put off, into ``.grad`` or ``main_grad``."""
-        if self.wgrad_store is None:
-            return
-        products, self.wgrad_store[:] = list(self.wgrad_store), []
-        params = self._slots()
-        with torch.no_grad():
-            for slot, gradient in run_delayed(products).items():
-                param = params[slot]
-                assert param is not None
-                self._add_gradient(param, slot, gradient)
-
-    def _add_gradient(self, param: Tensor, slot: int, gradient: Tensor) -> None:
-        """Where a delayed gradient goes; another place if the slot is only a part of a parameter."""
-        if self._is_parallel:
-            gradient = like_parameter(gradient, param)
-        param.grad = gradient if param.grad is None else param.grad + gradient
-
-    # ---------------------------------------------------------------------------------------- compiled
-    def _run_compiled(
-        self,
-        recipe: Recipe | None,
-        inp: Tensor,
-        params: list[Tensor | None],
-        caching: bool,
-        update: bool,
-        skip: Tensor | None,
-        splits: list[int] | Tensor | None,
-        gathered: list[GatheredWeight | None] | None = None,
-    ) -> Any:
-        on = torch.is_grad_enabled()
-        grads = [on and inp.requires_grad] + [on and p is not None and p.requires_grad for p in params]
-        sizes, offsets = by_host_or_device(splits)
-        on_device = isinstance(splits, Tensor)
-        call = self._begin_compiled(recipe, params, grads, caching, update, skip, on_device, gathered)
-        spec = self.spec
-        if not any(grads):
-            seeded = self.training and _trains_with_seeds(spec, recipe)
-            op = compiled.forward_op(call.saves[2], seeded)
-            made = op(
-                inp,
-                call.detached,
-                call.weights,
-                call.scales,
-                sizes or [],
-                offsets,
-                spec,
-                call.recipe,
-                call.flags,
-                inp.dtype,
-            )
-            if call.records:
-                self._record_compiled(call.histories, made[2 if spec.return_norm_output else 1])
-            return (made[0], made[1]) if spec.return_norm_output else made[0]
-        return compiled.CompiledLayer.apply(
-            inp, spec, call.recipe, call.flags, inp.dtype, sizes or [], call.weight_count, call.kept, call.saves,
-            call.delayed, call.draws_seeds, offsets, call.scales, call.histories[0] if call.delayed else None,
-            *call.weights, *params,
-        )  # fmt: skip
-
-    def _begin_compiled(
-        self,
-        recipe: Recipe | None,
-        params: list[Tensor | None],
-        grads: list[bool],
-        caching: bool,
-        update: bool,
-        skip: Tensor | None,
-        device_splits: bool,
-        gathered: list[GatheredWeight | None] | None = None,
-    ) -> CompiledCall:
-        """Everything of a compiled call that comes before its forward op: constants, scales, quantized weights."""
-        if self.wgrad_store is not None or self.fuse_wgrad_accumulation:
-            raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation are for eager code; turn them off")
-        shards = sequence_shards.rows if self._is_parallel else ()
-        is_gathered = gathered is not None
-        call = CompiledCall(
-            *_call_constants(self.spec, recipe, caching, None, device_splits, is_gathered, shards, *grads)
-        )
-        amaxes = None
-        if call.delayed and isinstance(recipe, DelayedScaling):
-            call.records = any(grads) or self.training
-            call.scales, call.histories = self._scales_compiled(recipe, call.records and update)
-        detached = [None if p is None else p.detach() if gathered is None else stand_in(p) for p in params]
-        call.detached = detached
-        scales, weight_count = call.scales, call.weight_count
-        if gathered is not None:
-            self._note_traced_recomputation()
-            call.weights = [getattr(gathered[slot], name) for slot, name in call.gathered_buffers]
-            if call.delayed and scales is not None:
-                amaxes = torch.zeros_like(scales)
-                for slot, index in call.gathered_amaxes:
-                    holder = gathered[slot]
-                    assert holder is not None
-                    amaxes[index : index + 1] = holder.weight_amax
-        elif weight_count:
-            if caching and self._workspaces is not None and self._workspace_recipe is recipe:
-                call.weights = list(self._workspaces)
-                if update or skip is not None:
-                    like = call.weights[0]
-                    amaxes = torch.zeros_like(scales) if scales is not None else like.new_zeros(1, dtype=torch.float32)
-                    torch.ops.te_dist.update_weights(
-                        detached, call.weights, amaxes, scales, skip, self.spec, call.recipe, call.flags
-                    )
-            else:
-                quantize = (
-                    torch.ops.te_dist.quantize_weights_exchanged
-                    if self._is_parallel
-                    else torch.ops.te_dist.quantize_weights
-                )
-                made = quantize(detached, scales, self.spec, call.recipe, call.flags)
-                call.weights = list(made[:weight_count])
-                amaxes = made[weight_count] if call.delayed else None
-                if caching:
-                    self._workspaces = call.weights
-                    self._workspace_recipe = recipe
-        if call.records and amaxes is not None:
-            self._record_compiled(call.histories, amaxes)
-        return call
-
-    def _scales_compiled(self, recipe: DelayedScaling, advances: bool) -> tuple[Tensor, list[Tensor]]:
-        """Delayed scaling's scales for this call, and the histories that what it sees is recorded in."""
-        self._ensure_delayed(recipe)
-        scales, history = self.fp8_scale, self.fp8_amax_history
-        assert scales is not None and history is not None
-        if advances:
-            torch.ops.te_dist.advance_scales(
-                history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo
-            )
-        return scales, [history]
-
-    def _record_compiled(self, histories: list[Tensor], amaxes: Tensor, of_forward: bool = True) -> None:
-        at = 0
-        for history in histories:
-            torch.ops.te_dist.record_amaxes(history, amaxes[at : at + history.shape[1]], of_forward)
-            at += history.shape[1]
-
-    @torch.compiler.assume_constant_result
-    def _note_traced_recomputation(self) -> None:
-        """As note_recomputation in eager code; a graph says it once, while it is traced."""
-        if traces_checkpoint():
-            self.recomputed_in_graph = True
-
-    # ---------------------------------------------------------------------------------------- delayed scaling
-    @torch.compiler.assume_constant_result
-    def _ensure_delayed(self, recipe: DelayedScaling) -> None:
-        """Buffers of delayed scaling for this recipe; existing ones stay, their history is cut or extended."""
-        device = next(p for p in self._slots() if p is not None).device
-        count, length = self.spec.scale_count, recipe.amax_history_len
-        dtypes = [recipe.fp8_format.dtype(role.is_gradient) for role in roles(self.spec)]
-        if self.fp8_scale is None:
-            self.fp8_scale = torch.ones(count, dtype=torch.float32, device=device)
-            self.fp8_amax_history = torch.zeros(length, count, dtype=torch.float32, device=device)
-        if self._fp8_largest is None or self._fp8_largest.device != device:
-            self._fp8_largest = delayed_scaling.largest_of(dtypes, device)
-        history = self.fp8_amax_history
-        assert history is not None
-        if history.shape[0] != length:
-            resized = history.new_zeros(length, count)
-            shared = min(length, history.shape[0])
-            resized[:shared] = history[:shared]
-            self.fp8_amax_history = resized
-
-    def _delayed_is_ready(self, recipe: Any) -> bool:
-        history = self.fp8_amax_history
-        if history is None or self.fp8_scale is None or self._fp8_largest is None:
-            return False
-        return history.shape[0] == recipe.amax_history_len
-
-    def _delayed_call(
-        self, call: LayerCall, recipe: Recipe | None, update: bool, recomputed: Recomputed | None
-    ) -> None:
-        assert isinstance(recipe, DelayedScaling)
-        if not self._delayed_is_ready(recipe):
-            self._ensure_delayed(recipe)
-        scales, history = self.fp8_scale, self.fp8_amax_history
-        assert scales is not None and history is not None and self._fp8_largest is not None
-        # Activation checkpointing runs forward again inside backward: same scales, and what it sees was recorded. The
-        # first forward of its reentrant kind has no gradients, and is told from evaluation by the module's mode.
-        records = (call.config.flags.any_grad or self.training) and not in_backward()
-        if records and update:
-            with hidden_from_modes():
-                delayed_scaling.advance(history, scales, self._fp8_largest, recipe.margin, recipe.amax_compute_algo)
-        # Saved for backward by value: the next microbatch may advance them before this one's backward runs.
-        call.scales = scales.clone() if call.config.flags.any_grad else scales
-        if recomputed is not None:
-            recomputed.scales = call.scales = call.scales if recomputed.scales is None else recomputed.scales
-        scratch, newest = torch.zeros_like(scales), history[0]
-        call.amaxes = newest if records else scratch
-        call.grad_amaxes = newest
-
-    def _reset_delayed(self) -> None:
-        """Part of ``reset_parameters``: delayed scaling starts over."""
-        if self._buffers.get("fp8_scale") is not None:
-            assert self.fp8_scale is not None and self.fp8_amax_history is not None
-            self.fp8_scale.fill_(1.0)
-            self.fp8_amax_history.zero_()
-            self._fp8_largest = None  # made at the next call
-
     # ---------------------------------------------------------------------------------------- state
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A checkpoint of nn.Linear, of another recipe, or of Transformer Engine loads in strict mode too."""
@@ -697,7 +319,7 @@ class QuantizedLayer(torch.nn.Module):
             given = state_dict.get(prefix + name)
             current = getattr(self, name)
             if given is not None and (current is None or current.shape != given.shape):
-                device = next(p for p in self._slots() if p is not None).device
+                device = next(self.parameters()).device
                 setattr(self, name, torch.empty_like(given, device=device))
             elif given is None and current is not None:
                 state_dict[prefix + name] = current  # nothing to load: stays
@@ -716,13 +338,12 @@ class QuantizedLayer(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.spec = self._spec  # and the recipe: equal to those of other layers, so that it is one of theirs
         self.recipe = interned(self.recipe)
         layers.add(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with contextlib.suppress(AttributeError):
-            self._workspaces = self._workspace_storages = self._workspace_recipe = None
-            self._workspace_fresh = False
+        self._drop_workspaces()
         before = {name: self._buffers.get(name) for name in (*DELAYED_BUFFERS, "_fp8_largest")}
         super()._apply(fn, recurse)
         for name, old in before.items():

@@ -12,6 +12,7 @@ from torch import nn
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.linear import Linear, linear_spec
 from te_dist.recipe import DelayedScaling, Recipe
+from te_dist.values import interned
 
 RecipeChoice = Recipe | Mapping[str, Recipe | None]
 # Weights below this make the quantize kernels cost more than the faster product saves (benchmarks/modules.py).
@@ -201,7 +202,7 @@ def _end_blocks(model: nn.Module, at_start: int, at_end: int) -> list[str]:
 
 def _set(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> None:
     if isinstance(module, QuantizedLayer):
-        module.recipe = recipe
+        module.recipe = interned(recipe)
         if isinstance(recipe, DelayedScaling):  # now, not at the first call: a checkpoint may be loaded before that
             module._ensure_delayed(recipe)
         return

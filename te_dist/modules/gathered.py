@@ -69,7 +69,8 @@ def record_gathered_amaxes(config: LayerConfig, gathered: Gathered, amaxes: Tens
         param = gathered[slot]
         assert param is not None
         # Through a kernel: a one-element tensor is its own amax.
-        kernels.amax(param.weight_amax.view(1, 1), amaxes[index : index + 1], accumulate=True)
+        amax = param.weight_amaxes[param.group : param.group + 1]
+        kernels.amax(amax.view(1, 1), amaxes[index : index + 1], accumulate=True)
 
 
 def gathered_slots(config: LayerConfig) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:

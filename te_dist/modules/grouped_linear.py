@@ -76,6 +76,8 @@ class GroupedLinear(QuantizedLayer):
         if bias:
             self._make("bias", single_grouped_bias, (out_features,), device, dtype)
         self.reset_parameters()
+        if single_grouped_weight:
+            self._first_parts = tuple((group, "weight") for group in range(num_gemms))
         stage = StageSpec(has_bias=bias and not return_bias, groups=num_gemms)
         spec = LayerSpec((stage,), "grouped_linear", name or "", save_original_input=save_original_input)
         self._init_layer(
@@ -111,6 +113,9 @@ class GroupedLinear(QuantizedLayer):
 
     def _slots(self) -> list[Tensor | None]:
         return [*self._weights(), *([None] * self.num_gemms if self.return_bias else self._biases())]
+
+    def _weight_names(self) -> list[list[str]]:
+        return [["weight" if self.single_grouped_weight else f"weight{i}"] for i in range(self.num_gemms)]
 
     def reset_parameters(self) -> None:
         with torch.no_grad():

@@ -35,6 +35,8 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
         eps, zero_centered_gamma: of the norm; with the latter its gain is 1 + layer_norm_weight.
         normalization: "LayerNorm" or "RMSNorm".
         return_layernorm_output: return (y, norm(x)).
+        return_layernorm_output_gathered: norm(x) with all ranks' rows, where sequence parallelism spreads them: for
+            whoever would gather it again (a low-rank adapter beside the layer). Its gradient is summed over the ranks.
         recipe, params_dtype, init_method, return_bias, parameters_split, fuse_wgrad_accumulation,
             delay_wgrad_compute, name: as for ``te_dist.Linear``.
     """
@@ -43,6 +45,7 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
     layer_norm_bias: Parameter | None
     weight: Parameter
     bias: Parameter | None
+    _WEIGHT_SLOT = 2
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -84,7 +88,13 @@ class LayerNormLinear(SplitParameters, QuantizedLayer):
             zero_centered=zero_centered_gamma,
             has_bias=bias and not return_bias,
         )
-        spec = LayerSpec((stage,), "layernorm_linear", name or "", return_norm_output=return_layernorm_output)
+        spec = LayerSpec(
+            (stage,),
+            "layernorm_linear",
+            name or "",
+            return_norm_output=return_layernorm_output,
+            norm_output_gathered=return_layernorm_output_gathered,
+        )
         self._init_layer(
             spec,
             recipe,

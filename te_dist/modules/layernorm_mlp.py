@@ -9,7 +9,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
-from te_dist.modules.base import QuantizedLayer, Recomputed
+from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.delayed import Recomputed
 from te_dist.modules.linear import InitMethod
 from te_dist.modules.parameters import (
     check_normalization,
@@ -65,6 +66,7 @@ class LayerNormMLP(QuantizedLayer):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -105,7 +107,13 @@ class LayerNormMLP(QuantizedLayer):
             has_bias=bias,
         )
         second = StageSpec(name="fc2", produce=ACTIVATION, activation=activation, has_bias=bias and not return_bias)
-        spec = LayerSpec((first, second), "layernorm_mlp", name or "", return_norm_output=return_layernorm_output)
+        spec = LayerSpec(
+            (first, second),
+            "layernorm_mlp",
+            name or "",
+            return_norm_output=return_layernorm_output,
+            norm_output_gathered=return_layernorm_output_gathered,
+        )
         self._init_layer(
             spec,
             recipe,
@@ -124,6 +132,11 @@ class LayerNormMLP(QuantizedLayer):
             for half, part in zip(GATE_HALVES, (None, None) if whole is None else whole.detach().chunk(2), strict=True):
                 made = None if part is None else Parameter(part.clone(), requires_grad=whole.requires_grad)
                 self.register_parameter(f"fc1_{half}_{kind}", made)
+        self._first_parts = ((2, self._weight_names()[0][0]),)
+
+    def _weight_names(self) -> list[list[str]]:
+        halves = [f"fc1_{half}_weight" for half in GATE_HALVES]
+        return [halves if self.fc1_is_split else ["fc1_weight"], ["fc2_weight"]]
 
     def _fc1(self, kind: str) -> Tensor | None:
         """fc1's weight or bias, as its product reads it."""

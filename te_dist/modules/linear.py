@@ -144,7 +144,7 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
     def _traced_plan(self, inp: Tensor) -> LinearPlan | None:
         """The plan of a call in a compiled graph; None takes the layer's op."""
         weight, bias = self.weight, self.bias
-        usual = scope.depth == 0 and type(inp) is Tensor and type(weight) is torch.nn.Parameter
+        usual = scope.depth == 0 and not self._is_watched and type(inp) is Tensor and type(weight) is torch.nn.Parameter
         if not usual or torch.is_autocast_enabled(inp.device.type) or inp.device != weight.device:
             return None
         if inp.dim() == 0 or inp.shape[-1] != self.in_features or inp.numel() == 0:
@@ -157,7 +157,8 @@ class Linear(SplitParameters, QuantizedLayer, torch.nn.Linear):
         )
         dtypes = (inp.dtype, weight.dtype, None if bias is None else bias.dtype)
         sizes = (self.out_features, self.in_features)
-        return plan_of(self.spec, self._recipe_of_call(), inp.device, dtypes, sizes, grads)
+        recipe = self._recipe_of_call()
+        return plan_of(self._spec_for(recipe), recipe, inp.device, dtypes, sizes, grads)
 
     def _config_made(self, config: LayerConfig, inp: Tensor) -> None:
         """Called when the chain has run in a new configuration: perhaps the next call need not take it."""

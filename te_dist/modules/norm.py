@@ -13,6 +13,7 @@ from te_dist.dynamo import norm as ops
 from te_dist.formats import INPUT_DTYPES
 from te_dist.modules.parameters import make_bias
 from te_dist.tensors.quantized_tensor import QuantizedTensor
+from te_dist.values import interned
 
 
 class _Norm(torch.nn.Module):
@@ -45,7 +46,7 @@ class _Norm(torch.nn.Module):
         if not self.normalized_shape or min(self.normalized_shape) < 1:
             raise ValueError(f"{label} expects normalized_shape to have positive sizes but got {shape!r}")
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.spec = ops.NormSpec(self._is_layer_norm, eps, zero_centered_gamma)
+        self.spec = interned(ops.NormSpec(self._is_layer_norm, eps, zero_centered_gamma))
         for name, size in (("weight", self._size), ("bias", self._size if self._is_layer_norm else None)):
             make_bias(self, name, size, device, dtype or params_dtype)
             made = getattr(self, name)

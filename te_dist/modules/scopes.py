@@ -7,9 +7,11 @@ from typing import Any
 
 
 class _Scope:
-    """Whether some frozen_weights() is active. An object's attribute, because Dynamo follows writes to those."""
+    """Whether some frozen_weights() is active. An object's attribute, because Dynamo follows writes to those; and its
+    own from the start, because Dynamo compiles anew once an attribute of the class has become one of the object."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth = 0
 
 
 scope = _Scope()

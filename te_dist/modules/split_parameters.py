@@ -19,6 +19,8 @@ class SplitParameters:
     """
 
     parameter_splits: dict[str, int]
+    _first_parts: tuple[tuple[int, str], ...]
+    _WEIGHT_SLOT = 0
 
     def _split_parameters(
         self: Any, split: Sequence[str] | Mapping[str, int] | None, rows: int, fuse_wgrad_accumulation: bool
@@ -37,6 +39,10 @@ class SplitParameters:
             if whole is not None:
                 for name, part in zip(sizes, whole.detach().split(list(sizes.values())), strict=True):
                     self.register_parameter(f"{name}_{kind}", torch.nn.Parameter(part.clone()))
+        self._first_parts = ((self._WEIGHT_SLOT, self._weight_names()[0][0]),)
+
+    def _weight_names(self) -> list[list[str]]:
+        return [[f"{name}_weight" for name in self.parameter_splits] or ["weight"]]
 
     def _parts(self: Any, kind: str) -> list[Tensor]:
         parts = [getattr(self, f"{name}_{kind}", None) for name in self.parameter_splits]

@@ -16,7 +16,10 @@ from torch import Tensor
 from te_dist import delayed_scaling, kernels
 from te_dist.dynamo.layer import backward_op, forward_op
 from te_dist.formats import INPUT_DTYPES
-from te_dist.modules.base import CompiledCall, QuantizedLayer, Recomputed, _trains_with_seeds, by_host_or_device
+from te_dist.modules.base import QuantizedLayer
+from te_dist.modules.compiled_call import CompiledCall, by_host_or_device, is_checkpointed, trains_with_seeds
+from te_dist.modules.delayed import Recomputed
+from te_dist.modules.gathered import check_gathered, note_recomputation
 from te_dist.modules.scopes import scope
 from te_dist.pipeline.config import IDENTITY, LayerSpec
 from te_dist.pipeline.forward import layer_forward
@@ -29,10 +32,11 @@ from te_dist.pipeline.function import (
     forward_call,
 )
 from te_dist.pipeline.saved import flatten_saved
-from te_dist.pipeline.shards import rows_per_entry
+from te_dist.pipeline.shards import out_lead, rows_per_entry
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
+from te_dist.tensors.gathered import GatheredWeight, stand_in
 from te_dist.tensors.storage import QuantizedStorage
 from te_dist.torch_compat import hidden_from_modes, in_backward
 
@@ -71,18 +75,23 @@ class Lowered(QuantizedLayer):
         """Everything of a call that comes before it: the configuration, quantized weights, scales."""
         recipe = self._recipe_of_call()
         params = self._slots()
-        caching = scope.depth > 0  # frozen_weights
+        gathered = self._gathered(params)
+        caching = gathered is None and scope.depth > 0  # frozen_weights; a gathered weight is its own workspace
         update = not (caching and self._workspace_fresh)
         on = torch.is_grad_enabled()
         grads = [input_grad] + [on and p is not None and p.requires_grad for p in params]
         if torch.compiler.is_compiling():
-            call: Any = self._begin_compiled(recipe, params, grads, caching, update, None, isinstance(splits, Tensor))
+            caching = caching and not is_checkpointed()
+            on_device = isinstance(splits, Tensor)
+            call: Any = self._begin_compiled(recipe, params, grads, caching, update, None, on_device, gathered)
             call.any_grad = any(grads)
             call.seeded = call.draws_seeds or (
-                not any(grads) and self.training and _trains_with_seeds(self.spec, recipe)
+                not any(grads) and self.training and trains_with_seeds(call.spec, recipe)
             )
         else:
-            call = self._begin_eager(recipe, params, tuple(grads), caching, update, isinstance(splits, Tensor))
+            call = self._begin_eager(
+                recipe, params, tuple(grads), caching, update, isinstance(splits, Tensor), gathered
+            )
         if caching:
             self._workspace_fresh = True
         return call
@@ -95,11 +104,17 @@ class Lowered(QuantizedLayer):
         caching: bool,
         update: bool,
         device_splits: bool,
+        gathered: list[GatheredWeight | None] | None,
     ) -> EagerCall:
-        config = self._config_of(recipe, params, grads, caching, device_splits)
+        if gathered is not None:
+            check_gathered(self._label(), recipe, gathered)
+        config = self._config_of(recipe, params, grads, caching, device_splits, gathered=gathered is not None)
+        if gathered is not None:
+            note_recomputation(config, gathered)
         call = EagerCall(config, [], torch.float32, None, None)  # type: ignore[arg-type]
         # Activation checkpointing runs forward again inside backward: on the workspace that it had made.
-        self._fill_call(call, recipe, params, caching, update and not (caching and in_backward()))
+        update = update and not (caching and in_backward())
+        self._fill_call(call, recipe, params, caching, update, gathered=gathered)
         if self.fuse_wgrad_accumulation and config.flags.any_grad:
             self._main_grads(call, params, False)
         return call
@@ -128,11 +143,11 @@ class Lowered(QuantizedLayer):
             call.x = self._quantized_input(call.config, x)
         else:
             call.x = kernels.as_rows(x)
-        config, rows = call.config, call.x.shape[0]
+        config = call.config
         weight = params[config.stages[0].weight_slot]
         # Drawn here and not in begin(): in the order in which the operations run, as compiled code does.
         if config.draws_seed or (
-            not config.flags.any_grad and self.training and _trains_with_seeds(self.spec, config.recipe)
+            not config.flags.any_grad and self.training and trains_with_seeds(self.spec, config.recipe)
         ):
             assert weight is not None
             call.seeds = draw_seeds(self.spec, weight)
@@ -142,14 +157,16 @@ class Lowered(QuantizedLayer):
             saved = (*operands, *flatten_saved(result.saved))
         else:
             result = layer_forward(forward_args(call, params))
-        return _unfolded(result.out, call.lead, rows), saved
+        lead = out_lead(config, call.lead, result.out.shape[0]) if self._is_parallel else call.lead
+        return result.out.view(*lead, result.out.shape[1]), saved
 
     def _compute_compiled(self, call: Any, x: Tensor, splits: Splits, keep: bool) -> tuple[Tensor, Saved]:
-        params = [None if p is None else p.detach() for p in self._slots()]
+        slots = self._slots()
+        params = [None if p is None else stand_in(p) if isinstance(p, GatheredWeight) else p.detach() for p in slots]
         sizes, offsets = by_host_or_device(splits)
         op = forward_op(call.saves[2], call.seeded)
         made = op(
-            x, params, call.weights, call.scales, sizes or [], offsets, self.spec, call.recipe, call.flags, x.dtype
+            x, params, call.weights, call.scales, sizes or [], offsets, call.spec, call.recipe, call.flags, x.dtype
         )
         seeds = made[-1] if call.seeded else None
         saved = made[1:-1] if call.seeded else made[1:]
@@ -194,7 +211,7 @@ class Lowered(QuantizedLayer):
         x_dtype: torch.dtype,
         splits: Splits,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        flags, spec = call.flags, self.spec
+        flags, spec = call.flags, call.spec
         x, seeds, scales, offsets = tensors[:4]
         at = 4 + len(call.histories)
         histories = tensors[4:at]
@@ -237,13 +254,6 @@ class Lowered(QuantizedLayer):
             )
 
 
-def _unfolded(out: Tensor, lead: torch.Size, rows: int) -> Tensor:
-    """[M, N] -> [..., N]. Sequence parallelism changes the first of the leading dimensions."""
-    if out.shape[0] == rows:
-        return out.view(*lead, out.shape[1])
-    return out.view(lead[0] * out.shape[0] // rows, *lead[1:], out.shape[1])
-
-
 class ChainLayer(Lowered):
     """Several linear operations as one layer. Delayed scaling's state stays with them.
 
@@ -274,6 +284,24 @@ class ChainLayer(Lowered):
     def begin(self, input_grad: bool, splits: Splits = None) -> Any:
         self.training = self.linears[0].training
         return super().begin(input_grad, splits)
+
+    def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
+        found = super()._gathered(params)
+        if found is None:
+            return None
+        for place, param in zip(self._places, found, strict=True):
+            if param is None and place is not None and place[1].startswith("weight") and place[0] in self.linears:
+                raise RuntimeError(
+                    f"{self._label()}: FSDP2 gathers some of the weights quantized and {place[1]} of "
+                    f"{place[0]._label()} in high precision (te_dist.parallel.all_gather_report says why), but they "
+                    f"run as one; shard them with quantized_all_gather='off'"
+                )
+        return found
+
+    @torch.compiler.assume_constant_result
+    def _note_traced_recomputation(self) -> None:
+        for linear in self.linears:
+            linear._note_traced_recomputation()
 
     def _ensure_delayed(self, recipe: DelayedScaling) -> None:
         """Nothing of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from te_dist.ops.explain import explain_plan
 from te_dist.ops.fuser import OperationFuser
 from te_dist.ops.op import BasicOperation, FusibleOperation
+
+# Every Sequential: those that are alike share compiled graphs.
+sequentials: weakref.WeakSet[Sequential] = weakref.WeakSet()
 
 
 class Sequential(torch.nn.Module):
@@ -48,6 +52,7 @@ class Sequential(torch.nn.Module):
             named = ((str(index), module) for index, module in enumerate(modules))
         for name, module in named:
             self.add_module(name, self._checked(module))
+        sequentials.add(self)
 
     def _checked(self, module: Any) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Module):
@@ -139,7 +144,14 @@ class Sequential(torch.nn.Module):
 
     @torch.compiler.assume_constant_result
     def _group_while_tracing(self, version: int) -> None:
-        self._current_groups()
+        """Also for others with the same operations: they may share this one's graph, which guards on the groups and
+        their plans. One after the other would be one graph after the other."""
+        kinds = [type(module) for module in self]
+        for other in sequentials:
+            if other is self or [type(module) for module in other] == kinds:
+                for group in other._current_groups():
+                    if isinstance(group, OperationFuser):
+                        group.plan()
 
     def _current_groups(self) -> list[OperationFuser | torch.nn.Module]:
         if self._grouped != tuple(map(id, self._modules.values())):
@@ -225,3 +237,7 @@ class Sequential(torch.nn.Module):
     # ---------------------------------------------------------------------------------------- copies
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": [], "_grouped": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        sequentials.add(self)

@@ -150,7 +150,9 @@ def _exchanged_products(
     """
     comm, plan, spec = stage.spec.comm, stage.spec.comm.plan, stage.spec
     spread = None if args.rows is None else args.rows[index]
-    gathers_x = stage.needs_wgrad and plan.x is Move.ALL_GATHER and not (comm.keeps_gathered and saved.x is not None)
+    # Only a quantized x is kept gathered, see forward._gathered.
+    has_whole = comm.keeps_gathered and saved.x is not None and stage.x_saved is not None
+    gathers_x = stage.needs_wgrad and plan.x is Move.ALL_GATHER and not has_whole
     groups = range(spec.weights)
     xs: list[TensorOrQuantized] = []
     pending_x: Pending[list[TensorOrQuantized]] = Done(xs)
@@ -193,9 +195,17 @@ def _exchanged_products(
                     das = [first_rows(da, size) for da, size in zip(das, rows, strict=True)]
                 return das[0] if len(das) == 1 else torch.cat(das)
 
-            product = Product("dgrad", pending_dy.wait(), weights, multiply, arrange)
-            pending_dx = comm.multiply_and_reduce(plan.dx, product, "wgrad" if stage.needs_wgrad else "")
-            del product
+            if args.dnorm_output is not None and index == 0 and args.config.spec.gathers_norm:
+                # Every rank has a part of the gradient of what they all got: summed together with dx.
+                assert spread is not None
+                da = arrange(multiply(pending_dy.wait(), weights))
+                da = da + spread[0].pad_whole(args.dnorm_output).to(da.dtype)
+                pending_dx = comm.start_reduce(plan.dx, da)
+                del da
+            else:
+                product = Product("dgrad", pending_dy.wait(), weights, multiply, arrange)
+                pending_dx = comm.multiply_and_reduce(plan.dx, product, "wgrad" if stage.needs_wgrad else "")
+                del product
     elif stage.needs_wgrad and plan.dy is Move.ALL_GATHER:
         pending_dy = comm.start_gather(dy)
     if stage.needs_wgrad:
@@ -388,7 +398,7 @@ def _through_producer(
     if stage.spec.produce != NORM:
         return Plain(da)
     assert isinstance(x, Tensor) and saved.rstd is not None
-    if first and args.dnorm_output is not None:
+    if first and args.dnorm_output is not None and not args.config.spec.gathers_norm:
         da = da + args.dnorm_output
     slot = stage.first_param
     weight = args.params[slot]

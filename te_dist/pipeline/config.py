@@ -57,13 +57,20 @@ class StageSpec(Value):
 @value_type
 @dataclasses.dataclass(frozen=True)
 class LayerSpec(Value):
-    """A layer as it was constructed. `name` is what error messages call it."""
+    """A layer as it was constructed.
+
+    Attributes:
+        name: what error messages call it.
+        return_norm_output: return what the first stage's norm makes as well.
+        norm_output_gathered: all ranks' rows of it, where the first stage gathers them.
+    """
 
     stages: tuple[StageSpec, ...]
     module_type: str = "linear"
     name: str = ""
     return_norm_output: bool = False
     save_original_input: bool = False
+    norm_output_gathered: bool = False
 
     @property
     def param_count(self) -> int:
@@ -78,6 +85,11 @@ class LayerSpec(Value):
     def shards_rows(self) -> bool:
         """Whether rows are spread over the ranks on one side of some stage."""
         return any(stage.comm.shards_rows for stage in self.stages)
+
+    @property
+    def gathers_norm(self) -> bool:
+        """Whether the norm's output is returned with all ranks' rows, of which this rank has made its own."""
+        return self.return_norm_output and self.norm_output_gathered and self.stages[0].comm.plan.x is Move.ALL_GATHER
 
     @property
     def group_name(self) -> str:
@@ -119,6 +131,7 @@ class CallFlags(Value):
         gathered: the weights come quantized, with the planes that had to be gathered (tensors/gathered.py).
         shards: under sequence parallelism the entries of the first dimension that each rank has, or those of each of
             its groups; () if all ranks have as many.
+        given: what the layer's input was quantized by before the call, in a compiled graph; None: it is not quantized.
     """
 
     input_grad: bool
@@ -128,6 +141,7 @@ class CallFlags(Value):
     device_splits: bool = False
     gathered: bool = False
     shards: tuple[int | tuple[int, ...], ...] = ()
+    given: Quantizer | None = None
 
     @property
     def any_grad(self) -> bool:

@@ -20,7 +20,7 @@ from te_dist.plan import Move
 from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
 from te_dist.tensors.quantized_tensor import QuantizedTensor
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.transport import Pending
+from te_dist.transport import Done, Pending
 
 
 def layer_forward(args: FwdArgs) -> FwdResult:
@@ -48,10 +48,15 @@ def _stages_forward(args: FwdArgs, rows: list[list[GroupRows] | None]) -> FwdRes
             if stage.spec.produce == NORM and args.config.spec.return_norm_output:
                 norm_output = kernels.materialize(source)
             operands = _operands(args, stage, source, kept, index == 0, spread)
+        is_gathered = index == 0 and args.config.spec.gathers_norm and norm_output is not None and spread is not None
+        if is_gathered:
+            assert norm_output is not None and spread is not None
+            operands, norm_output = _gathered_with_norm(stage, operands, spread, kept, norm_output)
         if stage.spec.comm.is_local:
             x = _multiply(args, stage, operands, args.weights[index], x.shape[0])
         else:
-            x = _multiply_and_exchange(args, stage, operands, args.weights[index], x.shape[0], spread, kept)
+            weights = args.weights[index]
+            x = _multiply_and_exchange(args, stage, operands, weights, x.shape[0], spread, kept, is_gathered)
         saved.append(kept)
     assert isinstance(x, Tensor)
     return FwdResult(x, norm_output, saved)
@@ -191,8 +196,9 @@ def _multiply_and_exchange(
     rows: int,
     spread: list[GroupRows] | None,
     kept: StageSaved,
+    is_gathered: bool,
 ) -> Tensor:
-    """``_multiply`` with other ranks: x is gathered before, or y reduced after the product."""
+    """``_multiply`` with other ranks: x is gathered before, unless it is already, or y reduced after the product."""
     spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
     reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
     if args.offsets is not None:
@@ -201,11 +207,11 @@ def _multiply_and_exchange(
         return device_groups.add_bias(args, stage, y) if spec.has_bias and reduced else y
     sizes = list(args.splits) if spec.groups and args.splits is not None else [rows]
     weights = _fprop_weights(args, stage, weights)
-    gathers = plan.x is Move.ALL_GATHER
+    gathers = plan.x is Move.ALL_GATHER and not is_gathered
     if gathers:
         assert spread is not None
         operands = _shards(stage, operands, spread)
-    elif spread is not None:
+    elif spread is not None and not is_gathered:
         operands = [
             g.pad_whole(operand) if isinstance(operand, Tensor) else operand
             for operand, g in zip(operands, spread, strict=True)
@@ -250,6 +256,25 @@ def _multiply_and_exchange(
     if spec.has_bias:
         y = _add_biases(args, stage, y, sizes)
     return y.to(args.out_dtype)
+
+
+def _gathered_with_norm(
+    stage: StageConfig,
+    operands: Sequence[TensorOrQuantized],
+    spread: list[GroupRows],
+    kept: StageSaved,
+    norm_output: Tensor,
+) -> tuple[list[TensorOrQuantized], Tensor]:
+    """All ranks' rows of x and of the norm's output, which a layer returns whole; they travel together."""
+    mine = _shards(stage, operands, spread)
+    travels_apart = isinstance(mine[0], QuantizedStorage)
+    if travels_apart:
+        mine.append(spread[0].pad_mine(norm_output))
+    gathered = stage.spec.comm.start_gather(mine).wait()
+    whole = gathered.pop() if travels_apart else gathered[0]
+    assert isinstance(whole, Tensor)
+    _keep_gathered(stage, kept, Done(gathered))
+    return gathered, spread[0].drop_whole(whole)
 
 
 def _shards(

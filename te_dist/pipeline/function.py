@@ -28,7 +28,7 @@ from te_dist.pipeline.saved import (
     needs_input,
     rebuild_saved,
 )
-from te_dist.pipeline.shards import out_lead, stage_rows
+from te_dist.pipeline.shards import norm_lead, out_lead, stage_rows
 from te_dist.pipeline.weights import dgrad_operand
 from te_dist.producers import Producer
 from te_dist.recipe import NoRecipe, Recipe
@@ -168,7 +168,8 @@ class EagerLayer(torch.autograd.Function):
         if not config.spec.return_norm_output:
             return out
         assert result.norm_output is not None
-        return out, result.norm_output.view(*call.lead, result.norm_output.shape[-1])
+        normed = result.norm_output
+        return out, normed.view(*norm_lead(config, call.lead, normed.shape[0]), normed.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable

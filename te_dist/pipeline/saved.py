@@ -121,4 +121,6 @@ def saves_norm_output(config: LayerConfig) -> bool:
     """Whether what wgrad reads is the norm's output, which the layer returns as well. It comes first in the flat
     list, and an op, which must not return one tensor twice, leaves it out."""
     first = config.stages[0]
+    if config.spec.gathers_norm:  # what wgrad reads is this rank's rows of it
+        return False
     return config.spec.return_norm_output and first.needs_wgrad and first.x_saved is None

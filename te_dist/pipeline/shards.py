@@ -151,12 +151,21 @@ def _label(spec: LayerSpec) -> str:
 
 def out_lead(config: LayerConfig, lead: Sequence[int], rows: int) -> tuple[int, ...]:
     """The leading dimensions of a result of so many rows, given those of the input."""
+    return _lead_after(config, config.stages, lead, rows)
+
+
+def norm_lead(config: LayerConfig, lead: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Those of the norm's output."""
+    return _lead_after(config, config.stages[:1] if config.spec.gathers_norm else (), lead, rows)
+
+
+def _lead_after(config: LayerConfig, stages: Sequence[StageConfig], lead: Sequence[int], rows: int) -> tuple[int, ...]:
     if not config.spec.shards_rows or not lead:
         return tuple(lead)
     if len(lead) == 1:
         return (rows,)
     first = lead[0]
-    for stage in config.stages:
+    for stage in stages:
         comm, given = stage.spec.comm, config.flags.shards
         if comm.plan.x is Move.ALL_GATHER:
             first = sum(_entry(e) for e in given) if given else first * comm.size

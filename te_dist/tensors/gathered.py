@@ -27,7 +27,7 @@ class Gathering:
         name: of the parameter, for messages.
         recipe: under which it was quantized.
         recomputed: set by the layer when it sees that backward will compute this forward again.
-        amax: float32 [1], of the whole weight: what the layer records under delayed scaling.
+        amax: float32 [1], of the whole weight, or [E] of a stack: what the layer records under delayed scaling.
     """
 
     __slots__ = ("amax", "name", "recipe", "recomputed")
@@ -40,29 +40,77 @@ class Gathering:
 
 
 class GatheredWeight(QuantizedTensor):
-    """All aliases of it (a Parameter is one) share the storage and the Gathering."""
+    """All aliases of it (a Parameter is one) share the storage and the Gathering.
+
+    It may be a part: one of several parameters that a layer joins to one weight. Then the storage is that of the whole
+    weight, which the parts share, the tensor's shape is that of its own rows, and ``torch.cat`` of all of them, which
+    is what the layer does, gives the whole without touching a byte.
+
+    Or it may be a stack [E, N, K] of several weights in one parameter. Then each buffer of the storage has a leading
+    dimension of E, and ``unbind``, which is what the layer does, gives the weights.
+    """
 
     gathering: Gathering
+    rows: tuple[int, int]  # of the storage: from, to
+    group = 0  # of a weight of a stack
 
     @property
-    def weight_amax(self) -> Tensor:
-        """Of the unquantized weight."""
+    def weight_amaxes(self) -> Tensor:
+        """Of the unquantized weight, or of each weight of the stack that it is, or is one of."""
         if self.gathering.amax is None:
             raise RuntimeError(f"{self.gathering.name} was gathered without its amax")
         return self.gathering.amax
+
+    def buffer_of(self, name: str, group: int) -> Tensor:
+        """A buffer, of a stack that of one weight."""
+        buffer: Tensor = getattr(self, name)
+        return buffer[group] if self.is_stack else buffer
+
+    @property
+    def is_stack(self) -> bool:
+        return self.dim() == 3
 
     @staticmethod
     def __new__(
         cls: type[GatheredWeight],
         storage: QuantizedStorage,
         gathering: Gathering,
+        rows: tuple[int, int] | None = None,
         *,
         requires_grad: bool = False,
     ) -> GatheredWeight:
-        made = QuantizedTensor.__new__(cls, storage, requires_grad=requires_grad)
-        assert isinstance(made, GatheredWeight)
-        made.gathering = gathering
+        first, last = rows = (0, storage.shape[0]) if rows is None else rows
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            (last - first, *storage.shape[1:]),
+            dtype=storage.dtype,
+            device=storage.device,
+            requires_grad=requires_grad,
+        )
+        made.quantized_storage, made.gathering, made.rows = storage, gathering, rows
         return made
+
+    @property
+    def is_part(self) -> bool:
+        return self.shape != self.quantized_storage.shape
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        if not has_memory(self.quantized_storage):
+            raise RuntimeError(f"{self.gathering.name} is not unsharded; unshard() its FSDP module first")
+        if self.is_stack:
+            return torch.stack([unit.dequantize(dtype=dtype) for unit in unstacked(self.quantized_storage)])
+        whole = super().dequantize(dtype=dtype)
+        return whole[slice(*self.rows)] if self.is_part else whole
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without values: whoever prints it, a debugger perhaps, need not know whether it has memory now."""
+        state = "unsharded" if has_memory(self.quantized_storage) else "without memory"
+        layout = self.quantized_storage.quantizer.describe()
+        return f"GatheredWeight({self.gathering.name!r}, {list(self.shape)}, {self.dtype}, {layout}, {state})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names, metadata = super().__tensor_flatten__()
+        return names, metadata | {"rows": self.rows}
 
     @staticmethod
     def __tensor_unflatten__(
@@ -71,9 +119,9 @@ class GatheredWeight(QuantizedTensor):
         outer_size: Sequence[int] | None = None,
         outer_stride: Sequence[int] | None = None,
     ) -> GatheredWeight:
-        storage = QuantizedStorage.__tensor_unflatten__(inner, metadata, outer_size, outer_stride)
+        storage = QuantizedStorage.__tensor_unflatten__(inner, metadata)
         # Inside a graph: what is said through the Gathering is said before it runs.
-        return GatheredWeight(storage, Gathering(""), requires_grad=metadata["requires_grad"])
+        return GatheredWeight(storage, Gathering(""), metadata["rows"], requires_grad=metadata["requires_grad"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise QuantizedOpError(f"{self.gathering.name} is unsharded and cannot be copied; reshard() the model first")
@@ -93,11 +141,43 @@ class GatheredWeight(QuantizedTensor):
         if isinstance(own, GatheredWeight):
             same_shape = func in (aten.view.default, aten.as_strided.default) and list(args[1]) == list(own.shape)
             if same_shape or func in (aten.detach.default, aten.alias.default):
-                return GatheredWeight(own.quantized_storage, own.gathering)
+                return GatheredWeight(own.quantized_storage, own.gathering, own.rows)
             if func in (aten.zeros_like.default, aten.empty_like.default):  # a gradient, or an optimizer's state
                 like = torch.empty(own.shape, dtype=own.dtype, device="meta")
                 return func(like, **{"device": own.device, **(kwargs or {})})
+            if func is aten.unbind.int and own.is_stack and args[1:] in ((), (0,)):
+                units = [GatheredWeight(unit, own.gathering) for unit in unstacked(own.quantized_storage)]
+                for group, unit in enumerate(units):
+                    unit.group = group
+                return units
+        elif func is aten.cat.default and not kwargs and args[1:] in ((), (0,)) and _is_whole(own):
+            return GatheredWeight(own[0].quantized_storage, own[0].gathering)  # type: ignore[index]
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def unstacked(storage: QuantizedStorage) -> list[QuantizedStorage]:
+    """The weights of a stack, as views."""
+    count, shape = storage.shape[0], storage.shape[1:]
+    names, buffers = storage.inner_names(), storage.inner_tensors()
+    return [
+        type(storage)(
+            {name: buffer[group] for name, buffer in zip(names, buffers, strict=True)},
+            shape=shape,
+            dtype=storage.dtype,
+            quantizer=storage.quantizer,
+        )
+        for group in range(count)
+    ]
+
+
+def _is_whole(parts: Any) -> bool:
+    """Whether these are all parts of one weight, in order."""
+    at = 0
+    for part in parts:
+        if not isinstance(part, GatheredWeight) or part.rows[0] != at:
+            return False
+        at = part.rows[1]
+    return at == parts[0].quantized_storage.shape[0]
 
 
 # Dynamo and AOTAutograd reach the buffers as attributes of the tensor.

@@ -148,6 +148,9 @@ class BasicLinear(Lowered, LinearOperation):
     def _slots(self) -> list[Tensor | None]:
         return [self.weight, None]
 
+    def _weight_names(self) -> list[list[str]]:
+        return [["weight"]]
+
     def width_after(self, width: int | None, before: str) -> int | None:
         self._expects(width, self.local_in_features, before)
         return self.local_out_features

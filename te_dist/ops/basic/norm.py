@@ -20,6 +20,7 @@ from te_dist.ops.op import BasicOperation, Gradients, Saved
 from te_dist.producers import NormOutput
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
+from te_dist.values import interned
 
 
 class Norm(BasicOperation):
@@ -54,7 +55,7 @@ class Norm(BasicOperation):
             raise ValueError(f"{type(self).__name__} expects positive sizes but got {normalized_shape!r}")
         self.normalized_shape, self.size = shape, math.prod(shape)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.spec = ops.NormSpec(self.is_layer_norm, eps, zero_centered_gamma)
+        self.spec = interned(ops.NormSpec(self.is_layer_norm, eps, zero_centered_gamma))
         self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
         made = Parameter(torch.empty(shape, device=device, dtype=dtype)) if self.is_layer_norm else None
         self.register_parameter("bias", made)

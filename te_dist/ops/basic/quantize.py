@@ -13,8 +13,9 @@ from te_dist.ops.op import BasicOperation, Gradients, Saved
 from te_dist.pipeline.operands import padded_rows
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
-from te_dist.recipe import DelayedScaling, Recipe, interned, recipe_in_force
+from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.values import interned
 
 
 class Quantize(BasicOperation):

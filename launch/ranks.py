@@ -1,0 +1,65 @@
+"""Ranks on this machine, started as torchrun starts them, but ended with what a person can read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from te_dist.launch.config import ConfigError
+
+# Until training listens to signals itself, Ctrl-C ends a rank that is still importing without a traceback.
+_RANK = """
+import os, signal, sys
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+from {module} import main
+raise SystemExit(main())
+"""
+SECONDS_TO_SAVE = "600"  # torchrun kills what is left 30 s after a signal, in the middle of a large checkpoint
+
+
+def run_ranks(module: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
+    """Run ``module.main(arguments)`` in `ranks` processes. A signal goes to all of them, and they may save.
+
+    Returns:
+        their exit code; 128 + n if signal n ended them, or this process was told to end by it.
+    """
+    if ranks < 1 or restarts < 0:
+        raise ConfigError(f"expects at least 1 rank and 0 restarts but got {ranks} and {restarts}")
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+        raise ConfigError("this process is a rank of torchrun already: start ranks with one of the two")
+    # One thread each, as torchrun would say with a warning: the ranks share this machine.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_SAVE)
+    _quiet()
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "--no-python"]
+    program = [sys.executable, "-c", _RANK.format(module=module), *arguments]
+    try:
+        torchrun.run(torchrun.parse_args([*options, *program]))
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as failed:
+        return _blame(failed)
+    return 0
+
+
+def _quiet() -> None:
+    """torchrun's own words of a signal or a failure, a page of them: what matters is said by the ranks and below."""
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _blame(failed: ChildFailedError) -> int:
+    """A rank that ended by itself has said why; of one that was killed only its launcher knows."""
+    rank, failure = failed.get_first_failure()
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        print(f"te-dist: rank {rank} was ended by {name}, and with it the job", file=sys.stderr, flush=True)
+        return 128 - failure.exitcode
+    return failure.exitcode
