@@ -16,6 +16,7 @@ from overlap_cases import COLUMN_CONFIGS, ROW_CONFIGS, Case
 from parallel_cases import RECIPES, SUMMED, compare, linear, local, parallel_twin, part, sample, sizes, step, tp_mesh
 
 from te_dist import ops
+from te_dist import recipe as recipes
 from te_dist.parallel import (
     RanksDisagree,
     TensorParallel,
@@ -96,6 +97,44 @@ LAYERS = [
 def test_every_layer(rank_pools: Pools, device: str, world: int) -> None:
     cases = LAYERS if world == 2 or FULL else LAYERS[5::4]
     rank_pools(world).run(same_as_plain, device, cases, timeout=280)
+
+
+# ------------------------------------------------------------------------------------------------- options
+def options_of_layers(rank: int, world: int, device: str) -> None:
+    """What a layer keeps and when it computes: backward in high precision or on dequantized operands, products that
+    are not quantized, the original input kept, weight gradients later."""
+    chosen = {
+        "dequantized": recipes.Float8CurrentScaling(backward_override="dequantized"),
+        "high precision": recipes.MXFP8BlockScaling(backward_override="high_precision"),
+        "plain wgrad": recipes.Float8CurrentScaling(fp8_gemm_wgrad=recipes.MMParams(quantized=False)),
+        "plain dgrad": recipes.MXFP8BlockScaling(fp8_gemm_dgrad=recipes.MMParams(quantized=False)),
+    }
+    m, k, n = sizes(world)
+    wrong: list[str] = []
+    for mode, config in (("column", "ring"), ("column", "pipeline"), ("row", "default"), ("row", "ring")):
+        case = Case("linear", mode, "none", config)
+        x, dy, _ = case.data(m, k, n, rank, world, device)
+        for name, recipe in chosen.items():
+            for options in ({}, {"save_original_input": True}, {"delay_wgrad_compute": True}):
+                made = []
+                for table in (None, case.table()):
+                    layer = linear("linear", k, n, recipe, device, **options)
+                    twin: Any = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=True)
+                    if table is not None:
+                        set_overlap(twin, "require", table)
+                    leaf = x.detach().clone().requires_grad_()
+                    y = twin(leaf)
+                    y.backward(dy)
+                    if "delay_wgrad_compute" in options:
+                        twin.backward_dw()
+                    grads = {key: local(p.grad) for key, p in twin.named_parameters()}
+                    made.append({"y": y.detach(), "dx": leaf.grad, **grads})
+                wrong += compare(f"{case} {name} {options}", made[1], made[0], set(made[0]), SUMMED)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_options_of_layers(rank_pools: Pools, device: str) -> None:
+    rank_pools(2).run(options_of_layers, device, timeout=200)
 
 
 # ------------------------------------------------------------------------------------------------- sums
