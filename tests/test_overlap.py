@@ -46,8 +46,10 @@ def same_as_plain(rank: int, world: int, device: str, cases: list[Case]) -> None
                 made = step(other, x * (1 + turn), dy, *args)
             inexact = case.summed() if world > 2 else set()
             exact = set() if "everything" in inexact else set(expected) - inexact
-            # Behind several sums, and behind quantizing what a sum made, errors add up.
+            # Behind several sums, and behind quantizing what a sum made, errors add up; of a whole layer they meet in
+            # the gradients of its first norm, whose sums over rows cancel.
             floor = SUMMED if not case.is_block else (40.0 if case.recipe == "none" else 20.0)
+            floor -= 4.0 if case.kind == "transformer" else 0.0
             # Attention does not depend on a bias of all keys: its gradient is what rounding leaves of zero.
             seen = {name for name in expected if exact or "key_bias" not in name}
             made, expected = ({name: found[name] for name in seen} for found in (made, expected))
@@ -318,7 +320,9 @@ def compiled_equals_eager(rank: int, world: int, device: str, cases: list[tuple[
             with overlap_report() as report:
                 made = step(module, x, dy, *args, call=call)
             wrong += compare(f"{case} step {turn}", made, expected, set(expected), SUMMED)
-            if not report.select(phase="forward") or not report.select(phase="backward"):
+            # With fprop off there is nothing to see in forward.
+            in_forward = case.config == "only bulk" or report.select(phase="forward")
+            if not in_forward or not report.select(phase="backward"):
                 wrong.append(f"{case}: nothing overlapped")
         name = {"column": "all_gather_linear", "row": "linear_reduce_scatter"}[case.mode]
         if case.kind == "linear" and not any(name in target for target in seen):
