@@ -15,6 +15,8 @@ from te_dist.parallel.comm import COLUMN, ROW
 from te_dist.parallel.embedding import VocabParallelEmbedding
 from te_dist.parallel.modules import ParallelOptions, make_parallel, make_te_dist
 from te_dist.parallel.plans import _apply_sequence
+from te_dist.parallel.userbuffers.choice import Config, apply_overlap, check_choice
+from te_dist.parallel.userbuffers.methods import read_table
 
 
 class _LayerStyle(ParallelStyle):
@@ -27,15 +29,19 @@ class _LayerStyle(ParallelStyle):
         keep_gathered: bool = False,
         reduce_dtype: torch.dtype | None = None,
         amax: str = "global",
+        overlap: str = "off",
+        overlap_config: Config = None,
     ) -> None:
         super().__init__()
         self.options = ParallelOptions(sequence_parallel, keep_gathered, reduce_dtype, amax)
+        check_choice(overlap)
+        self.overlap, self.table = overlap, read_table(overlap_config)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
             make_te_dist(module, "")
         make_parallel(module, device_mesh, self.mode, self.options)
-        return module
+        return module if self.overlap == "off" else apply_overlap(module, self.overlap, self.table)
 
 
 class ColwiseParallel(_LayerStyle):
@@ -44,6 +50,8 @@ class ColwiseParallel(_LayerStyle):
     Args:
         sequence_parallel: the input is this rank's share of the first dimension.
         keep_gathered, reduce_dtype, amax: see ``te_dist.parallel.TensorParallel``.
+        overlap, overlap_config: see ``te_dist.parallel.set_overlap``. torch does not tell a style what its module is
+            called, so that a table finds plain layers under "column" and "row".
     """
 
 

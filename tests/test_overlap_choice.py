@@ -13,11 +13,20 @@ import pytest
 import torch
 from parallel_cases import RECIPES, linear, parallel_twin, sample, step, tp_mesh
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 import te_dist
-from te_dist.parallel import OverlapUnavailable, overlap_report, overlapped, parallelize, set_overlap
+from te_dist.parallel import (
+    ColwiseParallel,
+    OverlapUnavailable,
+    RowwiseParallel,
+    overlap_report,
+    overlapped,
+    parallelize,
+    set_overlap,
+)
 from te_dist.parallel.comm import TensorParallel
-from te_dist.parallel.userbuffers import Method, Overlapped, capability, read_table
+from te_dist.parallel.userbuffers import Method, Overlapped, capability, read_table, reserve
 from te_dist.parallel.userbuffers.choice import _Known
 from te_dist.parallel.userbuffers.methods import DEFAULTS, table_name
 from te_dist.parallel.userbuffers.schedules import feature_bounds
@@ -160,6 +169,14 @@ def chosen(rank: int, world: int) -> None:
     )
     set_overlap(model, "off")
     assert all(type(comm) is TensorParallel for stage in comms(model).values() for comm in stage)
+
+    # torch's own way in.
+    styles = {
+        "qkv": ColwiseParallel(sequence_parallel=True, overlap="require", overlap_config={"column_dgrad": "pipeline"}),
+        "proj": RowwiseParallel(sequence_parallel=True),
+    }
+    found = comms(parallelize_module(Block(), mesh, styles))
+    assert found["qkv"][0].column.dgrad.name == "pipeline" and type(found["proj"][0]) is TensorParallel
     with pytest.raises(ValueError, match="always"):
         parallelize(Block(), mesh, PLAN, sequence_parallel=True, overlap="always")
     with pytest.raises(ValueError, match="qkv_all"):
@@ -279,6 +296,10 @@ def links_go_with_their_group(rank: int, world: int) -> None:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     layer = parallel_twin(linear("linear", 64, 64, None, "cpu"), mesh, "column", sequence_parallel=True)
     set_overlap(layer, "require")(sample(8, 64, "cpu", 1))
+    reserve(group, 1 << 20, "cpu")  # nothing to do
+    for size in (0, True, 1.5):
+        with pytest.raises(ValueError, match="positive number of bytes"):
+            reserve(group, size)  # type: ignore[arg-type]
     assert any(key[0] == name for key in registry._Links.made)
     dist.destroy_process_group(group)
     assert not any(key[0] == name for key in registry._Links.made)

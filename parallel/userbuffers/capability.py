@@ -51,6 +51,14 @@ def missing_between(places: list[str], device: torch.device) -> str:
     return ""
 
 
+def _unreachable(places: list[str], device: torch.device) -> str:
+    """Which of the ranks' devices this one's cannot read."""
+    mine = int(_place(device).rpartition("/")[2])
+    others = {int(place.rpartition("/")[2]) for place in places} - {mine}
+    blocked = [other for other in sorted(others) if not torch.cuda.can_device_access_peer(mine, other)]
+    return f"GPU {mine} has no peer access to GPU(s) {blocked}" if blocked else ""
+
+
 def probe(group_name: str, device: torch.device) -> str:
     """Why the ranks of a group cannot overlap; "" if they can. All ranks call this, and all get the same answer."""
     group = resolve_group(group_name, "tp_group")
@@ -62,6 +70,9 @@ def probe(group_name: str, device: torch.device) -> str:
     places, lacks = zip(*(text.split("|", 1) for text in said), strict=True)
     why = _reasons(list(lacks)) or missing_between(list(places), device)
     if why or device.type != "cuda":
+        return why
+    why = _reasons(_exchanged(_unreachable(list(places), device), group, device))
+    if why:
         return why
     # Everything looks right: so try, all ranks together, what the first step would do.
     try:

@@ -141,9 +141,9 @@ def _why_not_layer(layer: Any) -> str:
 
 
 def _device_of(layer: nn.Module) -> torch.device:
-    """Where the layer will run: one on the meta device goes to the GPU if there is one."""
-    device = next(layer.parameters()).device
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device.type == "meta" else device.type
+    """Where the layer will run: on the kind of device that its mesh is of, also if it is on the meta device yet."""
+    param: Any = next(layer.parameters())
+    kind = param.device_mesh.device_type if hasattr(param, "device_mesh") else param.device.type
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 

@@ -73,7 +73,7 @@ class Overlapped(TensorParallel):
         results: list[Tensor] = []
 
         def consume(ranks: list[int], parts: list[Tensor]) -> None:
-            some = parcel.operands if ranks == [self.rank()] else parcel.unpack(parts)
+            some = parcel.operands if ranks == [link.rank] else parcel.unpack(parts)
             made = multiply(some)  # type: ignore[arg-type]
             if not results:
                 results.extend(m.new_empty((self.size * m.shape[0], m.shape[1])) for m in made)

@@ -18,6 +18,7 @@ all schedules, also those in which a collective runs beside one product.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -207,6 +208,11 @@ class SymmetricGathering:
         self._lane.wait(self._closed if self._lane.is_captured() else self._last)
         self._kept = None
 
+    def __del__(self) -> None:
+        if self._kept is not None:  # an error came in between: memory is given back to products that wait for the lane
+            with contextlib.suppress(Exception):
+                self.finish()
+
 
 class SymmetricRounds:
     """A slot of the workspace for each part that a rank sends: none is written twice."""
@@ -254,6 +260,11 @@ class SymmetricRounds:
             raise AssertionError(f"only {self._used} of {self._sends} parts were sent")
         self._link.lane.wait(self._closed if self._link.lane.is_captured() else self._arrived[-1])
         self._kept.clear()
+
+    def __del__(self) -> None:
+        if self._kept:  # as above
+            with contextlib.suppress(Exception):
+                self.wait(-1)
 
 
 def _aligned(part: Tensor) -> int:

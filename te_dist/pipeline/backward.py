@@ -167,16 +167,18 @@ def _exchanged_products(
     if stage.needs_dgrad:
         is_reduced = plan.dx is not Move.NONE
         wire_dtype = comm.wire_dtype if is_reduced else None
-        first = 0 if stage.dgrad else quantized
-        weights = [_dgrad_weight(args, stage, dy[first + g], args.weights[index][g]) for g in groups]
+        read = slice(0, spec.weights) if stage.dgrad else slice(quantized, quantized + spec.weights)
+        weights = [
+            _dgrad_weight(args, stage, mine, weight)
+            for mine, weight in zip(dy[read], args.weights[index], strict=True)
+        ]
 
         def multiply(some: list[TensorOrQuantized], features: list[TensorOrQuantized]) -> list[Tensor]:
-            at = 0 if stage.dgrad else quantized
-            return [_dgrad(args, stage, some[at + g], features[g], wire_dtype) for g in groups]
+            return [_dgrad(args, stage, some[g], features[g], wire_dtype) for g in groups]
 
         if plan.dy is Move.ALL_GATHER and not is_reduced:
             pending_dy, das = comm.gather_and_multiply(
-                "dgrad", dy, lambda some: multiply(some, weights), stage.needs_wgrad
+                "dgrad", dy, lambda some: multiply(some[read], weights), stage.needs_wgrad
             )
             assert spread is not None
             das = [g.drop_whole(da) for g, da in zip(spread, das, strict=True)]
@@ -203,7 +205,7 @@ def _exchanged_products(
                 pending_dx = comm.start_reduce(plan.dx, da)
                 del da
             else:
-                product = Product("dgrad", pending_dy.wait(), weights, multiply, arrange)
+                product = Product("dgrad", pending_dy.wait()[read], weights, multiply, arrange)
                 pending_dx = comm.multiply_and_reduce(plan.dx, product, "wgrad" if stage.needs_wgrad else "")
                 del product
     elif stage.needs_wgrad and plan.dy is Move.ALL_GATHER:
