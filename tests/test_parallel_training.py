@@ -253,7 +253,7 @@ def meta_device(rank: int, world: int, device: str) -> None:
     assert all(torch.equal(state[f"0.{k}"], v) for k, v in expected.state_dict().items())
     x = sample(32, 64, device, 1).float()
     y = model(part(x, 0, rank, world))
-    torch.testing.assert_close(y, part(expected(x), 0, rank, world))
+    assert sqnr(y, part(expected(x), 0, rank, world).double()) > 100  # float32, added up in another order
 
 
 def test_meta_device(rank_pools: Pools, device: str) -> None:
@@ -504,7 +504,7 @@ def streams(rank: int, world: int, device: str) -> tuple[Any, ...]:
     with rank_stream():
         assert torch.equal(torch.rand(4, device=device).cpu(), later)
     torch.manual_seed(7)
-    undisturbed = torch.rand(8, device=device).cpu()
+    undisturbed = torch.cat([torch.rand(4, device=device).cpu() for _ in range(2)])  # a GPU draws 8 in another order
     layer = te_dist.parallel.TransformerLayer(
         32, 64, 2, set_parallel_mode=True, tp_group=tp_mesh(world, device), sequence_parallel=True, hidden_dropout=0.5,
         attention_dropout=0.5, device=device,
