@@ -301,8 +301,16 @@ def styles_work(rank: int, world: int, device: str) -> None:
             parallelize(copy.deepcopy(one), mesh, plan)
     with pytest.raises(ValueError, match="spread already"):
         parallelize(by_plan, mesh, PLAN)
-    with pytest.raises(ValueError, match="all features"):
-        te_dist.parallel.LayerNormLinear(64, 64, parallel_mode="row", tp_group=mesh)
+    normed = nn.Sequential(te_dist.LayerNormLinear(64, 64, name="up", device=device))
+    for attempt in (
+        lambda: te_dist.parallel.LayerNormLinear(64, 64, parallel_mode="row", tp_group=mesh, name="up"),
+        lambda: te_dist.parallel.LayerNormLinear(64, 64, parallel_mode="row", tp_size=world, name="up"),
+        lambda: parallelize(normed, mesh, {"0": "row"}),
+        lambda: parallelize_module(normed, mesh, {"0": RowwiseParallel(sequence_parallel=True)}),
+    ):
+        with pytest.raises(ValueError, match='\'up\' expects parallel_mode "column" but got "row".*row-parallel'):
+            attempt()
+    assert type(normed[0]) is te_dist.LayerNormLinear, "as it was"
 
 
 def test_plans_and_styles(rank_pools: Pools, device: str) -> None:
