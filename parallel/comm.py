@@ -20,6 +20,7 @@ from torch import Tensor
 from te_dist import kernels, transport
 from te_dist.comm import Comm
 from te_dist.groups import GroupLike, resolve_group
+from te_dist.parallel import wire
 from te_dist.parallel.collectives import Operand, start_gather
 from te_dist.plan import Move, plan_for
 from te_dist.tensors import QuantizedStorage
@@ -121,6 +122,15 @@ class TensorParallel(Comm):
         if kernels.is_shapes_only():
             return Done([_gathered_shape(operand, self.size) for operand in operands])
         return start_gather(operands, resolve_group(self.group, "tp_group"))
+
+    def take_rows(self, operand: Operand, index: Tensor | None, rows: int) -> Operand:
+        if isinstance(operand, Tensor):
+            return operand.new_empty((rows, operand.shape[1])) if index is None else operand.index_select(0, index)
+        if index is None:  # a fake
+            return operand.quantizer.layout_quantizer().new_matrix(
+                (rows, operand.shape[1]), operand.dtype, operand.device
+            )
+        return wire.take_rows(operand, index)
 
     def start_reduce(self, move: Move, result: Tensor) -> Pending[Tensor]:
         if move is Move.NONE:

@@ -65,6 +65,12 @@ class Comm(Value):
         """All ranks' rows of every operand; shapes are equal on all ranks."""
         return Done(operands)
 
+    def take_rows(
+        self, operand: Tensor | QuantizedStorage, index: Tensor | None, rows: int
+    ) -> Tensor | QuantizedStorage:
+        """The `rows` rows of a gathered operand at `index`, in that order; a quantized one has a row plane only."""
+        return operand
+
     def start_reduce(self, move: Move, result: Tensor) -> Pending[Tensor]:
         """A result after its move; it is given in ``wire_dtype`` where there is one."""
         return Done(result)

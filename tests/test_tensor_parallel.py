@@ -204,6 +204,50 @@ def test_grouped_with_empty_shards(rank_pools: Pools, device: str) -> None:
     rank_pools(4).run(grouped_matches, device, rows, False, False, (48, 6), timeout=200)
 
 
+def device_splits_match(rank: int, world: int, device: str, compiled: bool) -> None:
+    """Groups whose sizes only the device knows, and which differ from rank to rank where shards are gathered."""
+    _, k, n = sizes(world)
+    wrong: list[str] = []
+    names = ["mxfp8"] if compiled else list(RECIPES)
+    for recipe, keep in [*((name, False) for name in names), ("current", True), ("none", True)]:
+        for label, (mode, sp) in MODES.items():
+            rows = [[10, 0, 22], [5, 20, 7]] if mode == "column" else [[12, 0, 20]] * 2
+            totals, shards = [sum(r[g] for r in rows) for g in range(3)], [sum(r) for r in rows]
+            order = torch.tensor(rank_order(rows), dtype=torch.int64, device=device)
+            layer = linear("grouped", k, n, RECIPES[recipe], device)
+            layer._keep_splits_on_device = True
+            twin = parallel_twin(layer, tp_mesh(world, device), mode, sequence_parallel=sp, keep_gathered=keep)
+            x, dy = sample(sum(totals), k, device, 1), sample(sum(totals), n, device, 2)
+            on_device = torch.tensor(totals, device=device)
+            one = step(layer, x, dy, on_device)
+
+            def mine(value: torch.Tensor, name: str, order: Any = order, shards: Any = shards, m: str = mode,
+                     sp: bool = sp) -> torch.Tensor:  # fmt: skip
+                if (name in ("x", "dx")) == (m == "row"):  # the side whose features are spread
+                    return part(value, 1, rank, world)
+                return value[order].split(shards)[rank] if sp else value
+
+            expected = {"y": mine(one["y"], "y"), "dx": mine(one["dx"], "dx")}
+            expected |= {k: part(v, param_dim(twin, k), rank, world) for k, v in one.items() if k not in expected}
+            splits = torch.tensor(rows[rank], device=device) if sp and mode == "column" else on_device
+            torch._dynamo.reset()
+            call = torch.compile(twin, fullgraph=True, backend="aot_eager") if compiled else None
+            with comm_report() as report:
+                made = step(twin, mine(x, "x"), mine(dy, "dy"), splits, call=call)
+            if compiled:
+                wrong += differing(f"{recipe} {label}", made, step(twin, mine(x, "x"), mine(dy, "dy"), splits))
+            # All rows are quantized at once, row by row: shards change nothing but the order of sums.
+            wrong += compare(f"{recipe} {label} {keep}", made, expected, set(), SUMMED)
+            wide = {c.dtype for c in report.select(kind="all_gather")} - {"uint8", "int32"}
+            assert not wide or recipe == "none", (recipe, label, wide)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_grouped_with_splits_on_the_device(rank_pools: Pools, device: str, compiled: bool) -> None:
+    rank_pools(2).run(device_splits_match, device, compiled, timeout=200)
+
+
 # ------------------------------------------------------------------------------------------------- uneven
 UNEVEN_KINDS = ("linear", "layernorm_linear", "layernorm_mlp", "transformer")
 

@@ -54,7 +54,7 @@ def _stages_forward(args: FwdArgs, rows: list[list[GroupRows] | None]) -> FwdRes
         if stage.spec.comm.is_local:
             x = _multiply(args, stage, operands, args.weights[index], x.shape[0])
         else:
-            x = _multiply_and_exchange(args, stage, operands, args.weights[index], x.shape[0], spread)
+            x = _multiply_and_exchange(args, stage, operands, args.weights[index], x.shape[0], spread, kept)
         saved.append(kept)
     assert isinstance(x, Tensor)
     return FwdResult(x, norm_output, saved)
@@ -108,8 +108,8 @@ def _operands(
     quantized: list[QuantizedStorage] = []
     if quantizer is not None:
         padded, padded_to = sources, cast("list[int | None]", [None] * len(sources))
-        if spread is not None:
-            is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+        is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+        if spread is not None and not (is_whole and args.offsets is not None):
             padded = [laid_out(part, spread, group, is_whole) for group, part in enumerate(sources)]
             padded_to = [laid_out_rows(spread, group, is_whole) for group in range(len(sources))]
         quantized = [
@@ -144,7 +144,7 @@ def _multiply(
     rows: int,
 ) -> Tensor:
     if args.offsets is not None:
-        return device_groups.fprop(args, stage, operands[0], weights, with_bias=stage.spec.has_bias)
+        return device_groups.fprop(args, stage, operands[0], weights, args.offsets, with_bias=stage.spec.has_bias)
     spec = stage.spec
     sizes = args.splits if spec.groups and args.splits is not None else [rows]
     results = [
@@ -184,15 +184,14 @@ def _multiply_and_exchange(
     weights: list[TensorOrQuantized],
     rows: int,
     spread: list[GroupRows] | None,
+    kept: StageSaved,
 ) -> Tensor:
     """``_multiply`` with other ranks: x was gathered before, or y is reduced after the product."""
     spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
     reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
     wire_dtype = comm.wire_dtype if reduced else None
     if args.offsets is not None:
-        y = device_groups.fprop(args, stage, operands[0], weights, with_bias=spec.has_bias and not reduced)
-        y = comm.start_reduce(plan.y, y).wait()
-        return device_groups.add_bias(args, stage, y) if spec.has_bias and reduced else y
+        return device_groups.fprop_exchanged(args, stage, operands[0], weights, spread, kept)
     sizes = list(args.splits) if spec.groups and args.splits is not None else [rows]
     if spread is not None and plan.x is not Move.ALL_GATHER:
         operands = [
