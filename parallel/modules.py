@@ -379,9 +379,9 @@ class GroupedLinear(ParallelLayer, te_dist.GroupedLinear):
 
     Under sequence parallelism the rows of each group are exchanged: a column-parallel layer gets this rank's rows of
     every group (m_splits: this rank's) and returns all ranks' rows, group by group; a row-parallel one the reverse
-    (m_splits: all ranks'). The ranks' splits must be equal, or be said with ``sequence_shards``. Where m_splits is on the
-    device, a column-parallel layer's may differ from rank to rank as long as they add up to equally many rows, and the
-    ranks must divide each of a row-parallel layer's.
+    (m_splits: all ranks'). The ranks' splits must be equal, or be said with ``sequence_shards``. Where m_splits is on
+    the device, a column-parallel layer's may differ from rank to rank as long as they add up to equally many rows, and
+    the ranks must divide each of a row-parallel layer's.
 
     Arguments as for ``te_dist.GroupedLinear`` and ``te_dist.parallel.Linear``.
     """

@@ -436,6 +436,14 @@ def gather_in_odd_places(rank: int, world: int, device: str) -> None:
     with comm_report() as report:
         made_by(wide, wide)
     assert {c.dtype for c in report.select(kind="reduce_scatter")} == {"float32"}
+    # Where fprop is not quantized, neither is what it reads; wgrad's operand is quantized by each layer.
+    high = te_dist.recipe.MXFP8BlockScaling(fp8_gemm_fprop=te_dist.recipe.MMParams(quantized=False))
+    plans = (dict(list(GATHER_PLAN.items())[1:]), GATHER_PLAN)
+    pair = [parallelize(nn.Sequential(Attention(high, device)), mesh, p, sequence_parallel=True) for p in plans]
+    pair[1].load_state_dict(pair[0].state_dict())
+    for other in made_by(pair[0], pair[0]), made_by(pair[1], pair[1]):
+        results.append([other[0], other[2]])
+    assert all(torch.equal(a, b) for a, b in zip(results[-1], results[-2], strict=True))
     # Two recipes cannot share one set of bytes.
     mixed = copy.deepcopy(one)
     mixed[0].v.recipe = RECIPES["current"]
