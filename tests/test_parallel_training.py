@@ -598,6 +598,12 @@ def test_copies_of_parallel_modules(rank_pools: Pools, device: str) -> None:
     rank_pools(2).run(copies, device, timeout=200)
 
 
+@pytest.mark.parametrize(("total", "ranks"), [(-1, 2), (4, 0)])
+def test_shard_sizes_of_nothing(total: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"got {total}, {ranks}"):
+        te_dist.parallel.shard_sizes(total, ranks)
+
+
 def test_without_a_group_the_classes_are_plain() -> None:
     torch.manual_seed(0)
     plain = te_dist.Linear(32, 48)
