@@ -43,8 +43,8 @@ class TensorParallel(Comm):
             its surroundings (see parallel/shared.py).
         group: name of the process group.
         keep_gathered: column + SP keeps the gathered, quantized x for wgrad (M * K bytes at 8 bits) and does not
-            gather it a second time; else it keeps its share (M * K / R bytes). An x that wgrad reads in high precision is
-            gathered again in either case.
+            gather it a second time; else it keeps its share (M * K / R bytes). An x that wgrad reads in high precision
+            is gathered again in either case.
         reduce_dtype: in which results are summed over the ranks; None is their own.
         amax: "global" reduces the amax of every per-tensor scaled operand that is spread over the ranks, so that all
             scales are those of one process; "local" only where a gather needs it, as Transformer Engine does.

@@ -287,12 +287,7 @@ def quantize_with(
     if isinstance(quantizer, Float8QuantizerBase):
         if scale is not None:
             kernels.cast_scaled(
-                x,
-                scale,
-                out._data,
-                out._transpose,
-                out._scale_inv,
-                fp8=quantizer.fp8_dtype,  # type: ignore[attr-defined]
+                x, scale, out._data, out._transpose, out._scale_inv, fp8=quantizer.fp8_dtype  # type: ignore[attr-defined]
             )
             return
         assert isinstance(quantizer, Float8CurrentScalingQuantizer) and amaxes is not None
