@@ -71,7 +71,7 @@ def _is_plain(operands: list[Operand]) -> bool:
 
 def _payload(operand: Operand) -> str:
     if isinstance(operand, Tensor):
-        return "high precision"
+        return "high precision" if operand.is_floating_point() else "row counts"
     planes = (("row", operand.has_rowwise), ("column", operand.has_columnwise))
     return f"{operand.quantizer.describe()}, {'+'.join(name for name, there in planes if there)}"
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from te_dist import kernels, transport
 from te_dist.comm import Comm
 from te_dist.groups import GroupLike, resolve_group
+from te_dist.parallel import wire
 from te_dist.parallel.collectives import Operand, start_gather
 from te_dist.plan import Move, plan_for
 from te_dist.tensors import QuantizedStorage
@@ -39,10 +40,11 @@ class TensorParallel(Comm):
 
     Attributes:
         mode: "column" or "row", or "" for a layer whose input was gathered, and whose gradient will be reduced, by
-            its surroundings (see ``share_gather``).
+            its surroundings (see parallel/shared.py).
         group: name of the process group.
         keep_gathered: column + SP keeps the gathered, quantized x for wgrad (M * K bytes at 8 bits) and does not
-            gather it a second time; else it keeps its share (M * K / R bytes).
+            gather it a second time; else it keeps its share (M * K / R bytes). An x that wgrad reads in high precision
+            is gathered again in either case.
         reduce_dtype: in which results are summed over the ranks; None is their own.
         amax: "global" reduces the amax of every per-tensor scaled operand that is spread over the ranks, so that all
             scales are those of one process; "local" only where a gather needs it, as Transformer Engine does.
@@ -121,6 +123,15 @@ class TensorParallel(Comm):
         if kernels.is_shapes_only():
             return Done([_gathered_shape(operand, self.size) for operand in operands])
         return start_gather(operands, resolve_group(self.group, "tp_group"))
+
+    def take_rows(self, operand: Operand, index: Tensor | None, rows: int) -> Operand:
+        if isinstance(operand, Tensor):
+            return operand.new_empty((rows, operand.shape[1])) if index is None else operand.index_select(0, index)
+        if index is None:  # a fake
+            return operand.quantizer.layout_quantizer().new_matrix(
+                (rows, operand.shape[1]), operand.dtype, operand.device
+            )
+        return wire.take_rows(operand, index)
 
     def start_reduce(self, move: Move, result: Tensor, beside: str = "") -> Pending[Tensor]:
         if move is Move.NONE:

@@ -112,6 +112,8 @@ class ParallelLayer(TakesGathered):
         """From constructor arguments, with Transformer Engine's rules."""
         if mode not in (None, COLUMN, ROW):
             raise ValueError(f'{self._label()} expects parallel_mode "column", "row" or None but got {mode!r}')
+        if mode is not None and (group is not None or tp_size > 1):
+            self._check_mode(mode)
         if options.sequence_parallel and mode is None:
             options = dataclasses.replace(options, sequence_parallel=False)
         if group is not None:
@@ -291,6 +293,7 @@ class RowParallelLinear(Linear):
 
 class LayerNormLinear(ParallelLayer, te_dist.LayerNormLinear):
     """te_dist.LayerNormLinear over the ranks of a group; column parallel only, because a norm needs whole rows.
+    (Transformer Engine's constructor takes "row" as well, but no input fits both its norm and its weight then.)
 
     Arguments as for ``te_dist.LayerNormLinear`` and ``te_dist.parallel.Linear``.
     """
@@ -318,8 +321,9 @@ class LayerNormLinear(ParallelLayer, te_dist.LayerNormLinear):
     def _check_mode(self, mode: str) -> None:
         if mode == ROW:
             raise ValueError(
-                f'{self._label()} expects parallel_mode "column": its norm is over all features of a row, which row '
-                f"parallelism spreads over the ranks; use a norm and a row-parallel Linear"
+                f'{self._label()} expects parallel_mode "column" but got "row": its norm is over all features of a '
+                f"row, which row parallelism spreads over the ranks; normalize whole rows with te_dist.LayerNorm or "
+                f"RMSNorm, and give a row-parallel te_dist.parallel.Linear this rank's features of the result"
             )
         super()._check_mode(mode)
 
@@ -375,7 +379,9 @@ class GroupedLinear(ParallelLayer, te_dist.GroupedLinear):
 
     Under sequence parallelism the rows of each group are exchanged: a column-parallel layer gets this rank's rows of
     every group (m_splits: this rank's) and returns all ranks' rows, group by group; a row-parallel one the reverse
-    (m_splits: all ranks'). The ranks' splits must be equal, or be said with ``sequence_shards``.
+    (m_splits: all ranks'). The ranks' splits must be equal, or be said with ``sequence_shards``. Where m_splits is on
+    the device, a column-parallel layer's may differ from rank to rank as long as they add up to equally many rows, and
+    the ranks must divide each of a row-parallel layer's.
 
     Arguments as for ``te_dist.GroupedLinear`` and ``te_dist.parallel.Linear``.
     """

@@ -88,8 +88,8 @@ def gather_input(
 ) -> list[Tensor]:
     """All ranks' rows of x as the first product of `spec` reads it: the buffers of the quantized whole as a matrix, or
     the whole; then its amax under delayed scaling, whose scale is given."""
-    config = config_of(spec, recipe, flags)
-    quantizer = config.stages[0].x
+    stage = config_of(spec, recipe, flags).stages[0]
+    quantizer = stage.x if stage.fprop else None  # else the layers quantize the whole for their other products
     rows = x.shape[:-1].numel()
     if kernels.is_shapes_only():
         if quantizer is None:

@@ -16,6 +16,10 @@ def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
         >>> shard_sizes(10, 4)
         (3, 3, 3, 1)
     """
+    if total < 0 or ranks < 1:
+        raise ValueError(
+            f"shard_sizes expects a total that is not negative and a rank or more but got {total}, {ranks}"
+        )
     size = -(-total // ranks)
     return tuple(max(0, min(size, total - rank * size)) for rank in range(ranks))
 

@@ -27,7 +27,6 @@ from te_dist import delayed_scaling, kernels
 from te_dist.modules.base import QuantizedLayer
 from te_dist.modules.compiled_call import NO_RECIPE, CompiledCall
 from te_dist.modules.given import GivenInput, input_quantizer
-from te_dist.modules.parameters import local_part
 from te_dist.modules.scopes import scope
 from te_dist.modules.state import shared_name
 from te_dist.parallel import ops
@@ -165,11 +164,13 @@ class SharedGather:
         if not isinstance(x, Tensor) or isinstance(x, QuantizedTensor):
             raise TypeError(f"{self.label} expects its first argument to be a plain tensor but got {type(x).__name__}")
         layer = self.layers[0]
-        if x.dim() < 2:
-            raise ValueError(
-                f"{self.label} expects an input of at least two dimensions to gather but got shape {list(x.shape)}"
+        if x.dim() < 2 or x.shape[-1] != layer.in_features:
+            text = (
+                f"{self.label} expects the input's last dimension to be {layer.in_features}, and at least two "
+                f"dimensions, but got shape {list(x.shape)}"
             )
-        layer._check_input(x, local_part(layer._slots()[0]))
+            layer._announce(False, text)
+            raise ValueError(text)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         recipe = layer._recipe_of_call()

@@ -187,6 +187,25 @@ def _some(
     return type(matrix)._around(buffers, torch.Size(shape), matrix.dtype, quantizer)
 
 
+def take_rows(storage: QuantizedStorage, index: Tensor) -> QuantizedStorage:
+    """Rows of a matrix that has a row plane only, in the order of `index`, with the scales that they have."""
+    rows, cols = storage.shape
+    layout = row_layout(storage.quantizer)
+    shape = torch.Size((index.shape[0], cols))
+    specs = storage.quantizer.layout_quantizer()._describe_buffers(shape, storage.dtype)
+    buffers: dict[str, Tensor] = {}
+    for name in storage.inner_names():
+        where, buffer = layout[name], getattr(storage, name)
+        if where is None:
+            buffers[name] = buffer
+            continue
+        if where.per != 1 or name in type(storage).COLUMN_BUFFERS:
+            raise ValueError(f"take_rows expects a row plane with scales of single rows but got {storage.summary()}")
+        taken = buffer.narrow(where.dim, 0, rows).index_select(where.dim, index)
+        buffers[name] = _padded(taken, specs[name][0])
+    return type(storage)._around(buffers, shape, storage.dtype, storage.quantizer)
+
+
 def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`part` ([A, B], or [A, R, b] with B = R * b) in the corner of a buffer of that shape, zeros elsewhere."""
     held = (part.shape[0], part.shape[1:].numel())

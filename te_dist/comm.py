@@ -96,6 +96,10 @@ class Comm(Value):
         """
         return Done(operands)
 
+    def take_rows(self, operand: Operand, index: Tensor | None, rows: int) -> Operand:
+        """The `rows` rows of a gathered operand at `index`, in that order; a quantized one has a row plane only."""
+        return operand
+
     def start_reduce(self, move: Move, result: Tensor, beside: str = "") -> Pending[Tensor]:
         """A result after its move; it is given in ``wire_dtype`` where there is one. `beside`: as above ("wgrad")."""
         return Done(result)

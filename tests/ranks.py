@@ -36,6 +36,8 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     )
     while (job := inbox.get()) is not None:
         number, fn, args = job
+        if "cuda" in args:  # several ranks on one GPU
+            torch.cuda.set_device(0)
         torch.manual_seed(0)
         try:
             outbox.put((number, rank, None, fn(rank, world, *args)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_cases import MODES, RECIPES, compare, linear, parallel_twin, part, sample, shake, step, tp_mesh
+from parallel_cases import MODES, RECIPES, differing, linear, parallel_twin, part, sample, shake, step, tp_mesh
 from torch import nn
 
 import te_dist
@@ -66,7 +66,7 @@ def compiled_equals_eager(rank: int, world: int, device: str, cases: list[tuple[
                 expected = step(eager, x, dy, *args)
             with comm_report() as after:
                 made = step(module, x, dy, *args, call=call)
-            wrong += compare(f"{kind} {label} {recipe} {backend} step {turn}", made, expected, set(expected), 0.0)
+            wrong += differing(f"{kind} {label} {recipe} {backend} step {turn}", made, expected)
             if [c.bytes for c in before.select()] != [c.bytes for c in after.select()]:
                 wrong.append(f"{kind} {label} {recipe} {backend}: other collectives")
             if turn == 1:
@@ -178,7 +178,7 @@ def uneven_compiles(rank: int, world: int, device: str) -> None:
     x, dy = sample(rows[rank], 64, device, 1), sample(7, 48, device, 2)
     with sequence_shards(rows):
         expected, made = step(eager, x, dy), step(eager, x, dy, call=call)
-    assert not compare("uneven", made, expected, set(expected), 0.0)
+    assert not differing("uneven", made, expected)
 
 
 def test_uneven_shards_compile(rank_pools: Pools, device: str) -> None:

@@ -26,9 +26,12 @@ LIMIT = 30  # seconds that any rank may take to end, once another has failed
 TIMEOUT = datetime.timedelta(seconds=8)  # of the groups
 
 
-def own_mesh(device: str) -> Any:
+PATIENCE = datetime.timedelta(seconds=120)  # of groups whose ranks compile, on a busy machine
+
+
+def own_mesh(device: str, timeout: datetime.timedelta = TIMEOUT) -> Any:
     """A mesh around a group of its own: one that has failed is not usable again."""
-    return DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device, mesh_dim_names=("tp",))
+    return DeviceMesh.from_group(dist.new_group(timeout=timeout), device, mesh_dim_names=("tp",))
 
 
 def layer_of(mesh: Any, device: str, recipe: str = "current") -> Any:
@@ -109,14 +112,23 @@ DEATHS = {
 }
 
 
+class Clock:
+    """When what is measured began."""
+
+    start = 0.0
+
+
+clock = Clock()
+
+
 def outcome(fn: Any, rank: int, mesh: Any, device: str, *args: Any) -> tuple[str, float]:
-    start = time.monotonic()
+    clock.start = time.monotonic()
     try:
         fn(rank, mesh, device, *args)
         said = "ended"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    return said, time.monotonic() - start
+    return said, time.monotonic() - clock.start
 
 
 def fails(rank: int, world: int, device: str, name: str) -> tuple[str, float]:
@@ -140,7 +152,7 @@ def test_a_rank_that_fails_ends_the_others(rank_pools: Pools, device: str, name:
 
 # ------------------------------------------------------------------------------------------------- every layer
 KINDS = ("linear", "layernorm_linear", "layernorm_mlp", "grouped", "transformer", "shared gather")
-COMPILED = ("linear", "transformer", "shared gather")
+COMPILED = ("transformer", "shared gather")
 
 
 class Projections(torch.nn.Module):
@@ -177,6 +189,7 @@ def call_of(kind: str, mesh: Any, device: str, recipe: str, compiled: bool) -> A
 
 def breaks(rank: int, mesh: Any, device: str, kind: str, fault: str, compiled: bool) -> None:
     """Rank 1 does something else than rank 0, after a step that went well."""
+    clock.start = time.monotonic()
     recipe = "block" if fault == "recipe" and rank == 1 else "mxfp8"
     call = call_of(kind, mesh, device, recipe, compiled)
     x = sample(128, 64, device, 1).view(64, 2, 64)
@@ -184,6 +197,8 @@ def breaks(rank: int, mesh: Any, device: str, kind: str, fault: str, compiled: b
         call(x)
         return
     call(x).sum().backward()
+    dist.barrier()
+    clock.start = time.monotonic()  # what went well does not count
     if fault == "raises":
         call(x[..., :32] if rank == 1 else x)
     elif fault == "shape":
@@ -201,7 +216,7 @@ def all_faults(rank: int, world: int, device: str, kind: str) -> list[tuple[str,
     results = []
     for compiled in (False, True) if kind in COMPILED else (False,):
         for fault in FAULTS:
-            mesh = own_mesh(device)
+            mesh = own_mesh(device, PATIENCE)
             said, seconds = outcome(breaks, rank, mesh, device, kind, fault, compiled)
             results.append((f"{fault} {'compiled' if compiled else 'eager'}", said, seconds))
             time.sleep(0.5)
@@ -241,6 +256,8 @@ def test_an_error_of_all_ranks_breaks_nothing(rank_pools: Pools, device: str) ->
 # ------------------------------------------------------------------------------------------------- processes that end
 def _serve(rank: int, folder: str, device: str, name: str) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     dist.barrier()  # both are there, however busy the machine
     mesh = own_mesh(device)

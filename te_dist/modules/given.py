@@ -24,9 +24,10 @@ class GivenInput(NamedTuple):
 
 
 def input_quantizer(spec: LayerSpec, recipe: Recipe | None, input_grad: bool, weight_grad: bool) -> Quantizer | None:
-    """What the layer's first product reads its input by."""
+    """What the layer's first product reads its input by; None where that is not quantized."""
     flags = CallFlags(input_grad, (weight_grad,) + (False,) * (spec.param_count - 1))
-    return resolve(spec, recipe, flags).stages[0].x
+    stage = resolve(spec, recipe, flags).stages[0]
+    return stage.x if stage.fprop else None
 
 
 def check_given(label: str, config: LayerConfig, given: Quantizer) -> None:

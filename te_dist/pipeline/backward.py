@@ -82,8 +82,7 @@ def _stage_products(
     """The gradients of weight and bias, and of the operand that the stage consumed. Takes the one source."""
     source = sources.pop()
     if args.offsets is not None:
-        da = device_groups.backward_products(args, index, stage, saved, source, result)
-        return None if da is None else stage.spec.comm.start_reduce(stage.spec.comm.plan.dx, da).wait()
+        return device_groups.backward_products(args, index, stage, saved, source, result)
     if not stage.spec.comm.is_local:
         return _exchanged_products(args, index, stage, saved, source, result)
     if not stage.spec.groups:

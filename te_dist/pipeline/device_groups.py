@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +33,14 @@ from te_dist.gemm_grouped import grouped_gemm, has_grouped_kernel
 from te_dist.gemm_native import padded
 from te_dist.pipeline.args import BwdArgs, BwdResult, FwdArgs, StageSaved, TensorOrQuantized
 from te_dist.pipeline.config import StageConfig
+from te_dist.pipeline.device_shards import RowExchange
 from te_dist.pipeline.operands import high_precision, quantize_operand
+from te_dist.pipeline.shards import GroupRows
 from te_dist.pipeline.weights import column_of_weight
+from te_dist.plan import Move
 from te_dist.producers import Plain, Producer
 from te_dist.tensors.storage import QuantizedStorage
+from te_dist.transport import Done, Pending
 
 DTYPE = torch.bfloat16  # of the operands and results of grouped_mm
 MULTIPLE = 16  # of the sizes that its kernels take; zeros fill up
@@ -51,55 +56,142 @@ def check_offsets(offsets: Tensor, rows: int) -> None:
 
 
 def fprop(
-    args: FwdArgs, stage: StageConfig, x: TensorOrQuantized, weights: list[TensorOrQuantized], *, with_bias: bool
+    args: FwdArgs,
+    stage: StageConfig,
+    x: TensorOrQuantized,
+    weights: list[TensorOrQuantized],
+    offsets: Tensor,
+    *,
+    with_bias: bool,
 ) -> Tensor:
-    offsets = args.offsets
-    assert offsets is not None
     features = weights[0].shape[0]
     if kernels.is_shapes_only():
         return torch.empty((x.shape[0], features), dtype=args.out_dtype, device=x.device)
     check_offsets(offsets, x.shape[0])
     y = _rows_product("fprop", x, weights, offsets, wants_float32=stage.split_accumulator[0] is True)
     if with_bias:
-        y = add_bias(args, stage, y)
+        y = _add_bias(args, stage, y, offsets)
     return y.to(args.out_dtype)
 
 
-def add_bias(args: FwdArgs, stage: StageConfig, y: Tensor) -> Tensor:
+def fprop_exchanged(
+    args: FwdArgs,
+    stage: StageConfig,
+    x: TensorOrQuantized,
+    weights: list[TensorOrQuantized],
+    spread: Sequence[GroupRows] | None,
+    kept: StageSaved,
+) -> Tensor:
+    """``fprop`` with other ranks: x is gathered before, or y is reduced after the product."""
+    spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
+    offsets = args.offsets
+    assert offsets is not None
+    exchange = None if spread is None else RowExchange(comm, spread[0], offsets)
+    if exchange is not None and plan.x is Move.ALL_GATHER:
+        if not kernels.is_shapes_only():
+            check_offsets(offsets, exchange.rows.mine)
+        gathered = exchange.start_gather([x]).wait()[0]
+        if comm.keeps_gathered and kept.x is not None and stage.x_saved is not None:
+            kept.x = [gathered]
+        x, offsets = exchange.grouped(gathered), exchange.offsets
+    reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
+    y = fprop(args, stage, x, weights, offsets, with_bias=spec.has_bias and not reduced)
+    if not reduced:
+        return y
+    y = y.to(comm.wire_dtype or y.dtype)
+    if exchange is None:
+        y = comm.start_reduce(plan.y, y).wait()
+    else:
+        y, offsets = exchange.start_scatter(y).wait(), exchange.own_offsets
+    return (_add_bias(args, stage, y, offsets) if spec.has_bias else y).to(args.out_dtype)
+
+
+def _add_bias(args: FwdArgs, stage: StageConfig, y: Tensor, offsets: Tensor) -> Tensor:
     """Each row plus the bias of its group."""
-    if kernels.is_shapes_only() or args.offsets is None:
+    if kernels.is_shapes_only():
         return y
     biases = args.params[stage.bias_slot : stage.bias_slot + stage.spec.groups]
     table = torch.stack([bias for bias in biases if bias is not None]).to(y.dtype)
-    return y + table[_group_of_rows(args.offsets, y.shape[0])]
+    return y + table[_group_of_rows(offsets, y.shape[0])]
 
 
 def backward_products(
     args: BwdArgs, index: int, stage: StageConfig, saved: StageSaved, source: Producer, result: BwdResult
 ) -> Tensor | None:
-    """The gradients of weights and biases into `result`; returns that of x."""
-    offsets = args.offsets
+    """The gradients of weights and biases into `result`; returns that of x, after its move over the ranks.
+
+    In time, with other ranks: the gather of x runs while dy is quantized and dgrad is computed, the reduction of dx
+    while wgrad is.
+    """
+    comm, plan, offsets = stage.spec.comm, stage.spec.comm.plan, args.offsets
     assert offsets is not None
+    spread = None if args.rows is None else args.rows[index]
+    exchange = None if spread is None else RowExchange(comm, spread[0], offsets)
+    pending_x = _start_input(args, stage, saved, exchange) if stage.needs_wgrad else None
+    gathers = exchange is not None and plan.dy is Move.ALL_GATHER
     dy: TensorOrQuantized
     dy = plain = kernels.materialize(source)
     if stage.dy is not None:
         seed = None if args.seeds is None else args.seeds[stage.seed_index()]
-        dy = quantize_operand(args.config, stage, "grad_output", stage.dy, Plain(plain), args.scales, args.amaxes, seed)
+        padded_to = exchange.rows.padded if exchange is not None and gathers else None
+        dy = quantize_operand(
+            args.config, stage, "grad_output", stage.dy, Plain(plain), args.scales, args.amaxes, seed,
+            padded_to=padded_to,
+        )  # fmt: skip
     if stage.needs_bias_grad:
-        _bias_gradients(args, stage, plain, offsets, result)
-    if stage.needs_wgrad:
-        x = _wgrad_input(args, stage, saved)
-        _weight_gradients(args, stage, WeightGradients(dy if stage.wgrad else plain, x, offsets), result)
-    if not stage.needs_dgrad:
-        return None
+        of_rows = offsets if exchange is None else exchange.own_offsets if gathers else exchange.offsets
+        _bias_gradients(args, stage, plain, of_rows, gathers, result)
+    for_dgrad, for_wgrad = (dy if stage.dgrad else plain), (dy if stage.wgrad else plain)
+    if exchange is not None:
+        offsets = exchange.offsets
+        if gathers:
+            for_dgrad, for_wgrad = _gathered_gradients(stage, exchange, for_dgrad, for_wgrad)
+    pending_dx: Pending[Tensor] | None = None
+    if stage.needs_dgrad:
+        da = _dgrad(args, index, stage, for_dgrad, offsets)
+        da = da.to(args.x_dtype if plan.dx is Move.NONE else comm.wire_dtype or args.x_dtype)
+        scatters = exchange is not None and plan.dx is Move.REDUCE_SCATTER
+        pending_dx = exchange.start_scatter(da) if exchange is not None and scatters else comm.start_reduce(plan.dx, da)
+        del da
+    if pending_x is not None:
+        _weight_gradients(args, stage, WeightGradients(for_wgrad, pending_x.wait(), offsets), result)
+    return None if pending_dx is None else pending_dx.wait().to(args.x_dtype)
+
+
+def _start_input(
+    args: BwdArgs, stage: StageConfig, saved: StageSaved, exchange: RowExchange | None
+) -> Pending[TensorOrQuantized]:
+    """x as wgrad reads it, group by group: what was kept, or all ranks' rows of it."""
+    comm = stage.spec.comm
+    if exchange is None or comm.plan.x is not Move.ALL_GATHER:
+        return Done(_wgrad_input(args, stage, saved))
+    if comm.keeps_gathered and saved.x is not None and stage.x_saved is not None:
+        return Done(exchange.grouped(saved.x[0]))
+    pending = exchange.start_gather([_wgrad_input(args, stage, saved, exchange.rows.padded)])
+    return Pending(None, lambda: exchange.grouped(pending.wait()[0]))
+
+
+def _gathered_gradients(
+    stage: StageConfig, exchange: RowExchange, for_dgrad: TensorOrQuantized, for_wgrad: TensorOrQuantized
+) -> tuple[TensorOrQuantized, TensorOrQuantized]:
+    """All ranks' rows of dy as the products read it, which is mostly the same for both, group by group."""
+    if not stage.needs_dgrad or not stage.needs_wgrad or for_dgrad is for_wgrad:
+        needed = for_dgrad if stage.needs_dgrad else for_wgrad
+        whole = exchange.grouped(exchange.start_gather([needed]).wait()[0])
+        return whole, whole
+    first, second = exchange.start_gather([for_dgrad, for_wgrad]).wait()
+    return exchange.grouped(first), exchange.grouped(second)
+
+
+def _dgrad(args: BwdArgs, index: int, stage: StageConfig, dy: TensorOrQuantized, offsets: Tensor) -> Tensor:
     weights = args.weights[index]
     if kernels.is_shapes_only():
-        return torch.empty((plain.shape[0], weights[0].shape[1]), dtype=args.x_dtype, device=plain.device)
+        return torch.empty((dy.shape[0], weights[0].shape[1]), dtype=args.x_dtype, device=dy.device)
     if stage.dequantized_backward:  # what was kept is the row plane, which dgrad's kernel does not read
         weights = [high_precision(weight, DTYPE) for weight in weights]
     elif args.config.flags.gathered:
         weights = [column_of_weight(stage, weight) for weight in weights]
-    return _rows_product("dgrad", dy if stage.dgrad else plain, weights, offsets).to(args.x_dtype)
+    return _rows_product("dgrad", dy, weights, offsets)
 
 
 # ------------------------------------------------------------------------------------------------- fprop and dgrad
@@ -223,7 +315,9 @@ def _weight_gradients(args: BwdArgs, stage: StageConfig, products: WeightGradien
             result.dparams[slot] = product.run().clone()
 
 
-def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved) -> TensorOrQuantized:
+def _wgrad_input(
+    args: BwdArgs, stage: StageConfig, saved: StageSaved, padded_to: int | None = None
+) -> TensorOrQuantized:
     """x as wgrad reads it: the row plane that was kept, or the layer's input, quantized again where wgrad is."""
     if saved.x is not None:
         return saved.x[0]
@@ -231,13 +325,20 @@ def _wgrad_input(args: BwdArgs, stage: StageConfig, saved: StageSaved) -> Tensor
     if stage.x_saved is None or not isinstance(args.x, Tensor):
         return args.x
     scratch = None if args.amaxes is None else torch.zeros_like(args.amaxes)  # forward has recorded it
-    return quantize_operand(args.config, stage, "input", stage.x_saved, Plain(args.x), args.scales, scratch)
+    return quantize_operand(
+        args.config, stage, "input", stage.x_saved, Plain(args.x), args.scales, scratch, padded_to=padded_to
+    )
 
 
-def _bias_gradients(args: BwdArgs, stage: StageConfig, dy: Tensor, offsets: Tensor, result: BwdResult) -> None:
+def _bias_gradients(
+    args: BwdArgs, stage: StageConfig, dy: Tensor, offsets: Tensor, of_part: bool, result: BwdResult
+) -> None:
+    """`of_part`: dy has this rank's rows only, and the others' sums are missing."""
     # A product with ones: the grouped kernel sums in a fixed order, index_add would not.
     ones = torch.ones((dy.shape[0], MULTIPLE), dtype=DTYPE, device=dy.device)
     sums = columns_product(dy, ones, offsets)[..., 0]
+    if of_part:
+        sums = stage.spec.comm.sum_gradient(sums.float())
     for group in range(stage.spec.groups):
         dtype = args.param_dtypes[stage.bias_slot + group]
         assert dtype is not None

@@ -110,8 +110,8 @@ def _operands(
     quantized: list[QuantizedStorage] = []
     if quantizer is not None:
         padded, padded_to = sources, cast("list[int | None]", [None] * len(sources))
-        if spread is not None:
-            is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+        is_whole = stage.spec.comm.plan.x is not Move.ALL_GATHER
+        if spread is not None and not (is_whole and args.offsets is not None):
             padded = [laid_out(part, spread, group, is_whole) for group, part in enumerate(sources)]
             padded_to = [laid_out_rows(spread, group, is_whole) for group in range(len(sources))]
         quantized = [
@@ -146,7 +146,7 @@ def _multiply(
     rows: int,
 ) -> Tensor:
     if args.offsets is not None:
-        return device_groups.fprop(args, stage, operands[0], weights, with_bias=stage.spec.has_bias)
+        return device_groups.fprop(args, stage, operands[0], weights, args.offsets, with_bias=stage.spec.has_bias)
     spec = stage.spec
     sizes = args.splits if spec.groups and args.splits is not None else [rows]
     products = _products(args, stage, operands, _fprop_weights(args, stage, weights), spec.has_bias)
@@ -202,9 +202,7 @@ def _multiply_and_exchange(
     spec, comm, plan = stage.spec, stage.spec.comm, stage.spec.comm.plan
     reduced = plan.y is not Move.NONE  # a bias is added once, not by every rank
     if args.offsets is not None:
-        y = device_groups.fprop(args, stage, operands[0], weights, with_bias=spec.has_bias and not reduced)
-        y = comm.start_reduce(plan.y, y).wait()
-        return device_groups.add_bias(args, stage, y) if spec.has_bias and reduced else y
+        return device_groups.fprop_exchanged(args, stage, operands[0], weights, spread, kept)
     sizes = list(args.splits) if spec.groups and args.splits is not None else [rows]
     weights = _fprop_weights(args, stage, weights)
     gathers = plan.x is Move.ALL_GATHER and not is_gathered

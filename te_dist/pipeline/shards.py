@@ -95,10 +95,11 @@ def stage_rows(config: LayerConfig, rows: int, splits: Sequence[int] | None, uni
         if not comm.shards_rows:
             result.append(None)
             continue
-        if stage.spec.groups and splits is None:
+        # Groups that only the device knows are moved there (pipeline/device_shards.py): here they count as one.
+        if stage.spec.groups and splits is None and config.flags.shards and comm.plan.x is not Move.ALL_GATHER:
             raise ValueError(
-                f"{_label(config.spec)} expects m_splits as a list of numbers under sequence parallelism, where the "
-                f"rows of each group are exchanged, but got them on the device"
+                f"{_label(config.spec)} expects m_splits as a list of numbers where sequence_shards says how many rows "
+                f"of each group a rank gets, but got them on the device"
             )
         sizes = list(splits) if stage.spec.groups and splits is not None else [rows]
         per_rank = _rows_by_rank(config, comm, sizes, unit)
