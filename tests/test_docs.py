@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ranks import RankPool
 
 from te_dist.launch.options import config_from, ranks_from
 
@@ -25,6 +29,34 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert examples
     for example in examples:
         exec(compile(example, f"{page}.md", "exec"), {"__name__": "docs"})
+
+
+def examples_run(rank: int, world: int, page: str, folder: str) -> dict[str, Any]:
+    """One after the other, as one program. What they leave behind that a reader was promised."""
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "docs"}
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for example in examples:
+            exec(compile(example, f"{page}.md", "exec"), names)
+    finally:
+        os.chdir(before)
+    return {name: names.get(name) for name in ("step", "extra", "sizes")} | {"examples": len(examples)}
+
+
+@pytest.mark.parametrize(
+    ("page", "left"),
+    [
+        ("parallel", {"step": None, "extra": None, "sizes": (19, 18)}),
+        ("fsdp", {"step": 1, "extra": {"tokens": 64}, "sizes": None}),
+    ],
+)
+def test_examples_for_several_ranks_run(
+    page: str, left: dict[str, Any], tmp_path: Path, rank_pools: Callable[[int], RankPool]
+) -> None:
+    for seen in rank_pools(2).run(examples_run, page, str(tmp_path)):
+        assert seen == left | {"examples": 2}
 
 
 def commands() -> list[tuple[str, str]]:
