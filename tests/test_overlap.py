@@ -351,8 +351,12 @@ if FULL:
     ] + [(Case("transformer", "column", "current", "default"), "inductor")]  # fmt: skip
 
 
-def test_compiled_equals_eager(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(compiled_equals_eager, device, COMPILED, timeout=290)
+SHARES = 8 if FULL else 1  # compiling all of them takes longer than one test may
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_compiled_equals_eager(rank_pools: Pools, device: str, share: int) -> None:
+    rank_pools(2).run(compiled_equals_eager, device, COMPILED[share::SHARES], timeout=290)
 
 
 # ------------------------------------------------------------------------------------------------- what is said
