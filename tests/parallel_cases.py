@@ -6,14 +6,16 @@ Every rank has the whole model and the whole data, computes what one process com
 from __future__ import annotations
 
 import copy
+import datetime
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cases import varied
 from gemm_cases import sqnr
 from layer_cases import FLOORS
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_dist
 from te_dist import recipe as recipes
@@ -48,6 +50,13 @@ def tp_mesh(world: int, device: str = "cpu") -> Any:
     if key not in _meshes:
         _meshes[key] = init_device_mesh(device, (world,), mesh_dim_names=("tp",))
     return _meshes[key]
+
+
+def own_mesh(device: str, timeout: datetime.timedelta | None = None) -> Any:
+    """A mesh around a group of its own: one that has failed is not usable again. Under a name of its own: DTensor takes
+    meshes of the same ranks and names for one, and would exchange over this group what other tests do later."""
+    group = dist.new_group(timeout=timeout)
+    return DeviceMesh.from_group(group, device, mesh_dim_names=(f"tp{group.group_name}",))
 
 
 def sizes(world: int) -> tuple[int, int, int]:

@@ -80,7 +80,8 @@ class RankPool:
             if number != self.number:
                 continue
             if error:
-                self._fail(f"[rank {rank}] {error}")
+                others = f"\nmeanwhile:\n{self._stacks()}" if "imeout" in error or "imed out" in error else ""
+                self._fail(f"[rank {rank}] {error}{others}")
             results[rank] = value
         return [results[rank] for rank in range(self.world)]
 

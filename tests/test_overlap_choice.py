@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_cases import RECIPES, linear, parallel_twin, sample, step, tp_mesh
+from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample, step, tp_mesh
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -287,13 +287,12 @@ def test_what_is_no_model_is_refused() -> None:
 
 def links_go_with_their_group(rank: int, world: int) -> None:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
     from te_dist.parallel.userbuffers import registry
 
-    group = dist.new_group()
+    mesh = own_mesh("cpu")
+    group = mesh.get_group()
     name = group.group_name
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     layer = parallel_twin(linear("linear", 64, 64, None, "cpu"), mesh, "column", sequence_parallel=True)
     set_overlap(layer, "require")(sample(8, 64, "cpu", 1))
     reserve(group, 1 << 20, "cpu")  # nothing to do

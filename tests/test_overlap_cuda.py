@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from overlap_cases import Case
-from parallel_cases import RECIPES, SUMMED, compare, linear, parallel_twin, sample, sizes, step, tp_mesh
-from torch.distributed.device_mesh import DeviceMesh
+from parallel_cases import RECIPES, SUMMED, compare, linear, own_mesh, parallel_twin, sample, sizes, step, tp_mesh
 
 from te_dist.parallel import set_overlap
 from te_dist.parallel.userbuffers import schedules
@@ -161,7 +160,7 @@ TIMEOUT = datetime.timedelta(seconds=10)
 def _serve(rank: int, folder: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), "cuda", mesh_dim_names=("tp",))
+    mesh = own_mesh("cuda", TIMEOUT)
     link: Any = link_for(mesh.get_group().group_name, torch.device(DEVICE))
     link.prepare()
     dist.barrier()

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from parallel_cases import RECIPES, linear, parallel_twin, sample
-from torch.distributed.device_mesh import DeviceMesh
+from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample
 
 from te_dist import transport
 from te_dist.parallel import set_overlap
@@ -26,7 +25,7 @@ LIMIT = 30  # seconds that any rank may take to end, once another has failed
 
 
 def layer_of(mode: str) -> tuple[Any, torch.Tensor]:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), "cpu", mesh_dim_names=("tp",))
+    mesh = own_mesh("cpu", TIMEOUT)
     layer = parallel_twin(linear("linear", 64, 64, RECIPES["mxfp8"], "cpu"), mesh, mode, sequence_parallel=True)
     x = sample(64, 64 if mode == "column" else 32, "cpu", 1).requires_grad_()
     return set_overlap(layer, "require", {"row_fprop": "ring_exchange"}), x

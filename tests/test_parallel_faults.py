@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from parallel_cases import RECIPES, linear, parallel_twin, sample
-from torch.distributed.device_mesh import DeviceMesh
+from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample
 
 import te_dist
 from te_dist.parallel import parallelize
@@ -27,11 +26,6 @@ TIMEOUT = datetime.timedelta(seconds=8)  # of the groups
 
 
 PATIENCE = datetime.timedelta(seconds=120)  # of groups whose ranks compile, on a busy machine
-
-
-def own_mesh(device: str, timeout: datetime.timedelta = TIMEOUT) -> Any:
-    """A mesh around a group of its own: one that has failed is not usable again."""
-    return DeviceMesh.from_group(dist.new_group(timeout=timeout), device, mesh_dim_names=("tp",))
 
 
 def layer_of(mesh: Any, device: str, recipe: str = "current") -> Any:
@@ -132,7 +126,7 @@ def outcome(fn: Any, rank: int, mesh: Any, device: str, *args: Any) -> tuple[str
 
 
 def fails(rank: int, world: int, device: str, name: str) -> tuple[str, float]:
-    mesh = own_mesh(device)
+    mesh = own_mesh(device, TIMEOUT)
     result = outcome(CASES[name][0], rank, mesh, device)
     time.sleep(0.5)
     dist.barrier()  # the ranks themselves are fine
@@ -239,7 +233,7 @@ def test_faults_of_every_layer(rank_pools: Pools, device: str, kind: str) -> Non
 
 def continues(rank: int, world: int, device: str) -> None:
     """An error that all ranks raise alike breaks nothing: none of them takes another's for a failure of its own."""
-    mesh = own_mesh(device)
+    mesh = own_mesh(device, TIMEOUT)
     layer = layer_of(mesh, device)
     for _ in range(2):
         with pytest.raises(ValueError, match="last dimension"):
@@ -260,7 +254,7 @@ def _serve(rank: int, folder: str, device: str, name: str) -> None:
         torch.cuda.set_device(0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     dist.barrier()  # both are there, however busy the machine
-    mesh = own_mesh(device)
+    mesh = own_mesh(device, TIMEOUT)
     if rank == 1:
         try:
             DEATHS[name][0](rank, mesh, device)

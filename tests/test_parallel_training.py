@@ -355,7 +355,8 @@ def shares_gather(rank: int, world: int, device: str, compiled: list[str]) -> No
                 gathers = report.select(kind="all_gather", phase="forward")
                 scatters = report.select(kind="reduce_scatter", phase="backward")
                 assert (len(gathers), len(scatters)) == ((3, 3) if key == "apart" else (1, 1)), (recipe, key)
-                assert len(report.select(kind="all_gather", layer="0")) == (0 if key == "apart" else 1)
+                block = "*" if key == "compiled" else "0"  # equal blocks of a model share their graph, and a name in it
+                assert len(report.select(kind="all_gather", layer=block)) == (0 if key == "apart" else 1)
                 assert {c.dtype for c in gathers} == {"bfloat16" if recipe == "none" else "uint8"}
             for name, value in results["apart"].items():
                 if call is not None:
@@ -450,7 +451,7 @@ def gather_in_odd_places(rank: int, world: int, device: str) -> None:
     mixed = parallelize(mixed, mesh, GATHER_PLAN, sequence_parallel=True)
     torch._dynamo.reset()
     for call in (mixed, torch.compile(mixed, fullgraph=True, backend="aot_eager")):
-        with pytest.raises(Exception, match=r"0\.v.*input quantized by MXFP8Quantizer"):
+        with pytest.raises(Exception, match=r"[0*]\.v.*input quantized by MXFP8Quantizer"):
             call(x)
     for wrong, message in (((), "argument to gather"), ((x[0],), "two dimensions"), ((None,), "plain tensor")):
         with pytest.raises((TypeError, ValueError), match=message):
