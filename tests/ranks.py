@@ -108,3 +108,20 @@ class RankPool:
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def what_was_said(serve: Callable[..., None], folder: Path, *args: Any) -> tuple[str, float]:
+    """Run ``serve(rank, folder, *args)`` in two processes that may end as they like, and must end. What one of them
+    wrote to folder/said: how many seconds passed until it said what."""
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=serve, args=(rank, str(folder), *args), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        alive = process.is_alive()
+        process.kill()
+        process.join()
+        assert not alive, "a process has not ended in two minutes"
+    seconds, _, said = (folder / "said").read_text().partition(" ")
+    return said, float(seconds)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from overlap_cases import Case
 from parallel_cases import RECIPES, SUMMED, compare, linear, own_mesh, parallel_twin, sample, sizes, step, tp_mesh
+from ranks import what_was_said
 
 from te_dist.parallel import set_overlap
 from te_dist.parallel.userbuffers import schedules
@@ -179,15 +179,5 @@ def _serve(rank: int, folder: str) -> None:
 
 
 def test_a_barrier_ends_without_a_rank_that_died(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=_serve, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        alive = process.is_alive()
-        process.kill()
-        process.join()
-        assert not alive
-    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
-    assert "Error" in said and float(seconds) < 3 * TIMEOUT.total_seconds(), (seconds, said)
+    said, seconds = what_was_said(_serve, tmp_path)
+    assert "Error" in said and seconds < 3 * TIMEOUT.total_seconds(), (seconds, said)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample
+from ranks import what_was_said
 
 from te_dist import transport
 from te_dist.parallel import set_overlap
@@ -87,16 +87,6 @@ def _serve(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=_serve, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        alive = process.is_alive()
-        process.kill()
-        process.join()
-        assert not alive
-    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+    said, seconds = what_was_said(_serve, tmp_path)
     assert said.startswith("RankFailed") and "rank(s) [1] gave no sign of life" in said, said
-    assert float(seconds) < LIMIT
+    assert seconds < LIMIT

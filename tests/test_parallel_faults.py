@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample
+from ranks import what_was_said
 
 import te_dist
 from te_dist.parallel import parallelize
@@ -268,18 +268,6 @@ def _serve(rank: int, folder: str, device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_a_process_that_ends_ends_the_others(tmp_path: Path, device: str, name: str) -> None:
-    context = mp.get_context("spawn")
-    processes = [
-        context.Process(target=_serve, args=(rank, str(tmp_path), device, name), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        alive = process.is_alive()
-        process.kill()
-        process.join()
-        assert not alive
-    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+    said, seconds = what_was_said(_serve, tmp_path, device, name)
     assert said.startswith(DEATHS[name][1]) and all(word in said for word in DEATHS[name][2]), said
-    assert float(seconds) < LIMIT
+    assert seconds < LIMIT
