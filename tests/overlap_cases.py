@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-from parallel_cases import RECIPES, linear, parallel_twin, part, sample, shake, tp_mesh
+from parallel_cases import RECIPES, make, parallel_twin, part, sample, tp_mesh
 from torch import Tensor, nn
 
-import te_dist
 from te_dist.parallel import set_overlap
 
 # Of a column-parallel and of a row-parallel layer: every method of every product is in one of these or more.
@@ -25,18 +23,6 @@ ROW_CONFIGS: dict[str, dict[str, Any]] = {
     "together": {"row_fprop": {"num_splits": 1}, "row_dgrad": {"aggregate": True}, "row_wgrad": "off"},
 }
 CONFIGS = {"column": COLUMN_CONFIGS, "row": ROW_CONFIGS}
-
-
-def make(kind: str, k: int, n: int, recipe: Any, device: str) -> nn.Module:
-    if kind != "transformer":
-        return linear(kind, k, n, recipe, device)
-    torch.manual_seed(3)
-    return shake(
-        te_dist.TransformerLayer(
-            k, n, 4, hidden_dropout=0.0, attention_dropout=0.0, activation="swiglu", params_dtype=torch.bfloat16,
-            recipe=recipe, device=device,
-        )
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

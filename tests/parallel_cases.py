@@ -170,3 +170,15 @@ def linear(kind: str, k: int, n: int, recipe: Recipe | None, device: str, **opti
     if kind == "layernorm_mlp":
         return shake(te_dist.LayerNormMLP(k, n, name="layer", **common))
     return shake(te_dist.GroupedLinear(3, k, n, name="layer", **common))
+
+
+def make(kind: str, k: int, n: int, recipe: Any, device: str) -> nn.Module:
+    if kind != "transformer":
+        return linear(kind, k, n, recipe, device)
+    torch.manual_seed(3)
+    return shake(
+        te_dist.TransformerLayer(
+            k, n, 4, hidden_dropout=0.0, attention_dropout=0.0, activation="swiglu", params_dtype=torch.bfloat16,
+            recipe=recipe, device=device,
+        )
+    )  # fmt: skip

@@ -373,6 +373,32 @@ def test_checkpointing_in_the_graph(kind: str, recipe: str, how: str) -> None:
     assert_same_state(layer, eager)
 
 
+@pytest.mark.parametrize(("kind", "recipe"), [("linear", "nvfp4"), ("layernorm_mlp", "current"), ("linear", "none")])
+@pytest.mark.parametrize("kept_by", ["frozen_weights", "is_first_microbatch"])
+def test_kept_weights_and_checkpointing_in_the_graph(kind: str, recipe: str, kept_by: str) -> None:
+    """A graph may change no attribute there, so that nothing is kept: equal to eager code, which does keep."""
+    eager, layer = make(kind, recipe), make(kind, recipe)
+
+    def recomputed(x: Tensor, *flags: bool) -> Tensor:
+        return checkpoint(layer, x, *flags, use_reentrant=False)
+
+    compiled = Compiled(layer, recomputed)
+    for s in range(3):
+        scope = te_dist.frozen_weights() if kept_by == "frozen_weights" else contextlib.nullcontext()
+        with scope:
+            for m in range(2):
+                x, flags = sample(33, seed=2 * s + m), [] if kept_by == "frozen_weights" else [m == 0]
+                assert_equal(step(compiled, x, *flags), step(eager, x, *flags), f"step {s}.{m}")
+        change_weights(eager), change_weights(layer)
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    layer = make("linear", "delayed")
+    compiled = Compiled(layer, lambda x: checkpoint(layer, x, use_reentrant=False))
+    with te_dist.frozen_weights(), pytest.raises(Exception, match="is_first_microbatch instead"):
+        compiled(sample(33, grad=True))
+
+
 @few
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_compiled_layers(kind: str, recipe: str, reentrant: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_cases import MODES, RECIPES, differing, linear, parallel_twin, part, sample, shake, step, tp_mesh
+from parallel_cases import MODES, RECIPES, differing, linear, make, parallel_twin, part, sample, step, tp_mesh
 from torch import nn
 
 import te_dist
@@ -22,18 +22,6 @@ from te_dist.parallel import (
 )
 
 Pools = Callable[[int], Any]
-
-
-def make(kind: str, k: int, n: int, recipe: Any, device: str) -> nn.Module:
-    if kind != "transformer":
-        return linear(kind, k, n, recipe, device)
-    torch.manual_seed(3)
-    return shake(
-        te_dist.TransformerLayer(
-            k, n, 4, hidden_dropout=0.0, attention_dropout=0.0, activation="swiglu", params_dtype=torch.bfloat16,
-            recipe=recipe, device=device,
-        )
-    )  # fmt: skip
 
 
 def compiled_equals_eager(rank: int, world: int, device: str, cases: list[tuple[str, str, str, str]]) -> None:

@@ -226,3 +226,17 @@ def test_reduce_overhead(recipe: Recipe) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         made = [None if t is None else t.clone() for t in step(layer, call, x)]
         assert_equal(made, step(layer, layer, x), f"step {s}")
+
+
+def test_a_monitor_sees_it(native: str) -> None:
+    """A graph that holds a layer in parts does not know whose they are: a watched layer is one op again."""
+    layer = make(native)
+    call, counter = compiled(layer)
+    x = varied((32, K), torch.bfloat16, seed=1).to(native).requires_grad_()
+    with te_dist.monitor(layer, every=1) as watch:
+        step(layer, call, x)
+        (statistics,) = watch.step().values()
+    assert sorted(statistics) == ["grad_output", "input", "weight"] and not is_traced(counter)
+    call, counter = compiled(layer)
+    step(layer, call, x)
+    assert is_traced(counter), "and in parts when nobody watches"
