@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_dist import torch_compat
 from te_dist.formats import DType
 from te_dist.modules.base import DELAYED_BUFFERS, QuantizedLayer
 from te_dist.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
@@ -106,7 +107,7 @@ def encode(state: Mapping[str, Tensor], quantizers: Mapping[str, Quantizer], for
     dtype = HIGH_PRECISION.get(format, torch.bfloat16)
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
-        whole = getattr(value, "full_tensor", lambda value=value: value)().detach().cpu()
+        whole = torch_compat.whole_tensor(value).detach().cpu()
         if name in quantizers:
             tensors[name], tensors[name + SUFFIXES[format]] = _quantized(whole, quantizers[name], format)
         else:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_dist import kernels
+from te_dist import kernels, torch_compat
 from te_dist.formats import E2M1_MAX, FP8_MAX, DType
 from te_dist.groups import GroupLike, resolve_group
 from te_dist.modules.base import QuantizedLayer
@@ -31,7 +31,6 @@ from te_dist.producers import Plain, Producer
 from te_dist.quantizers import NVFP4Quantizer, Quantizer
 from te_dist.recipe import Recipe
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.torch_compat import allow_graphs
 
 Statistics = dict[str, dict[str, dict[str, float]]]  # layer -> role -> statistic -> value
 Log = str | Path | Callable[[int, Statistics], None]
@@ -140,7 +139,7 @@ class Monitor:
         self._warned = False
         for layer in self._layers.values():
             layer._is_watched = True
-        allow_graphs(8 + 2 * len(self._layers))
+        torch_compat.allow_graphs(8 + 2 * len(self._layers))
         self._turn_on()
 
     # ---------------------------------------------------------------------------------------- sampling
@@ -331,15 +330,14 @@ def _named_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    full = getattr(weight, "full_tensor", None)  # a DTensor: sharded or tensor parallel
-    if full is None:
+    if not hasattr(weight, "full_tensor"):  # no DTensor: neither sharded nor tensor parallel
         return weight.detach()
     # torch warns that two axes take two gathers; here that is what was asked for.
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        return full().detach()
+        return torch_compat.whole_tensor(weight).detach()
     finally:
         logger.setLevel(before)
 

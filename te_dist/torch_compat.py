@@ -168,6 +168,50 @@ def start_receive(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
     """A message from a rank of the group, into the tensor."""
     return group.recv([tensor], rank, tag)
 
+# ------------------------------------------------------------------------------------------------- DTensors
+@functools.cache
+def _local_parts_get_zeros() -> bool:
+    """torch 2.11 and 2.12: autograd makes zeros of a gradient that a DTensor's local part does not have."""
+    from torch.distributed.tensor import _api
+
+    function = getattr(_api, "_ToTorchTensor", None)
+    return function is not None and "set_materialize_grads" not in function.forward.__code__.co_names
+
+
+class _LocalPart(torch.autograd.Function):
+    """DTensor.to_local, of which no gradient remains no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.place = type(param), (param.device_mesh, param.placements)
+        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        part: torch.Tensor = param.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        return None if gradient is None else ctx.kind.from_local(gradient, *ctx.place, run_check=False, **ctx.whole)
+
+
+def local_part(param: Any) -> torch.Tensor:
+    """This rank's part of a DTensor; a weight gradient that is made elsewhere or later leaves no zeros in .grad."""
+    if torch.compiler.is_compiling() or not _local_parts_get_zeros():
+        return param.to_local()  # type: ignore[no-any-return]
+    return _LocalPart.apply(param)  # type: ignore[no-any-return]
+
+
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """The whole of a DTensor, on all its ranks; any other tensor as it is. torch's own full_tensor ends the process
+    where gloo carries tensors of a GPU: there through the host's memory."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor  # type: ignore[no-any-return]
+    device = tensor.device
+    groups = tensor.device_mesh.get_all_groups()
+    if device.type == "cuda" and any(backend_of(group, device) == "gloo" for group in groups):
+        return tensor.detach().cpu().full_tensor().to(device)  # type: ignore[no-any-return]
+    return tensor.full_tensor()  # type: ignore[no-any-return]
+
 
 def default_store() -> Any:
     """The store through which the default group was made, or None."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from cases import varied
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ from te_dist.parallel import fully_shard
 from te_dist.recipe import Recipe
 from te_dist.tensors import QuantizedStorage
 from te_dist.tensors.gathered import GatheredWeight
+from te_dist.torch_compat import whole_tensor
 
 RECIPES: dict[str, Recipe | None] = {
     "current": recipes.Float8CurrentScaling(),
@@ -194,7 +196,15 @@ def train(
 
 # ------------------------------------------------------------------------------------------------- comparisons
 def full(t: Tensor) -> Tensor:
-    return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
+    return whole_tensor(t.detach())
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """On rank 0 the whole state dict, by torch's own function; where that ends the process, by hand."""
+    if next(model.parameters()).is_cuda:
+        state = {name: whole_tensor(value) for name, value in get_model_state_dict(model).items()}
+        return state if torch.distributed.get_rank() == 0 else {}
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def differences(expected: nn.Module, actual: nn.Module) -> dict[str, float]:

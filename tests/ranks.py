@@ -23,9 +23,10 @@ import torch.multiprocessing as mp
 
 
 def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
-    # A file of its own for the stack that the parent asks for when this rank hangs.
+    # A file of its own for the stack that the parent asks for when this rank hangs, and that a fatal signal leaves.
     stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=False)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -73,7 +74,8 @@ class RankPool:
             except queue.Empty:
                 dead = [r for r, p in enumerate(self.processes) if not p.is_alive()]
                 if dead:
-                    self._fail(f"rank(s) {dead} died")
+                    codes = {rank: self.processes[rank].exitcode for rank in dead}
+                    self._fail(f"rank(s) died, exit codes {codes}\n{self._left_stacks()}")
                 if time.monotonic() > deadline:
                     self._fail(f"no answer from rank(s) {self._missing(results)} in {timeout} s\n{self._stacks()}")
                 continue
@@ -93,6 +95,9 @@ class RankPool:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
+        return self._left_stacks()
+
+    def _left_stacks(self) -> str:
         return "\n".join(f"[rank {rank}]\n{(self.folder / f'stack{rank}').read_text()}" for rank in range(self.world))
 
     def _fail(self, message: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_cases import MAIN, RECIPES, assert_same, batches, build, full, make, mesh_of, train
+from fsdp_cases import MAIN, RECIPES, assert_same, batches, build, full, full_state, make, mesh_of, train
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -91,7 +91,7 @@ def save_at_four(rank: int, world: int, device: str, folder: str) -> None:
         load_checkpoint(f"{folder}/{recipe}", model, optimizer)
         assert all(torch.equal(full(p), before[n]) for n, p in model.named_parameters())
         losses = train(model, data, rank, optimizer=optimizer, first_step=2)
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        whole = {name: value.cpu() for name, value in full_state(model).items()}
         if rank == 0:
             assert_plain(whole)
             torch.save({"saved": {n: v.cpu() for n, v in before.items()}, "end": whole}, f"{folder}/{recipe}.pt")
@@ -292,7 +292,7 @@ def state_dicts(rank: int, world: int, device: str, folder: str) -> None:
         model = build(recipe, device, mesh)
         single = make(recipe, device)
         model(torch.ones(4, cases.WIDTH, device=device, requires_grad=True)).sum().backward()
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        whole = full_state(model)
         names = {n for n in whole if not n.endswith(("fp8_scale", "fp8_amax_history"))}
         assert names == {n for n, _ in nn.Module.named_parameters(single)}
         for name in names if rank == 0 else ():

@@ -83,10 +83,13 @@ def check_grouped(rank: int, world: int, device: str) -> None:
         made = []
         for _ in range(2):
             torch.manual_seed(1)
-            options = {"recipe": RECIPES[recipe], "device": device, "single_grouped_weight": single}
+            options = {"recipe": RECIPES[recipe], "device": device, "dtype": torch.bfloat16}
+            options["single_grouped_weight"] = single
             made.append(ops.GroupedLinear(3, 64, 96, **options))
         fully_shard(made[1], mesh=mesh)
-        x, sizes = torch.randn(32, 64, device=device), torch.tensor([10, 0, 22])
+        # fully_shard moves a CPU tensor among the arguments to the GPU, where grouped products are of bfloat16.
+        x = torch.randn(32, 64, device=device, dtype=torch.bfloat16)
+        sizes = torch.tensor([10, 0, 22], device=device)
         results = []
         for op in made:
             leaf = x.clone().requires_grad_()

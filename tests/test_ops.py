@@ -124,7 +124,7 @@ def test_grouped_linear(name: str, single: bool, device: str) -> None:
         assert_whole(dw, dy[rows].double().T @ part)
         assert torch.equal(db.double(), dy[rows].double().sum(0))
     again = op(x, sizes, m_splits=[20, 0, 28])
-    assert torch.equal(again, y)
+    assert_whole(again, y.double())  # delayed scaling has a scale of its own by now
 
 
 def test_dropout(device: str) -> None:

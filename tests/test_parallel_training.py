@@ -38,6 +38,7 @@ from te_dist.parallel import (
     vocab_parallel_cross_entropy,
 )
 from te_dist.quantizers import Quantizer
+from te_dist.torch_compat import whole_tensor
 
 Pools = Callable[[int], Any]
 
@@ -123,7 +124,7 @@ MLP_PLAN = {"0": "column", "1": "column", "2": "row", "3": "sequence", "4": "row
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    return {k: whole_tensor(v) for k, v in model.state_dict().items()}
 
 
 def checkpoints_reshard(rank: int, world: int, device: str, folder: str) -> None:

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from te_dist import torch_compat
+
 # DTensor, once te_dist.parallel has been imported: one process needs no torch.distributed.tensor.
 spread_types: tuple[type, ...] = ()
 
 
 def local_part(param: Any) -> Any:
     """This rank's part of a parameter that may be a DTensor."""
-    return param.to_local() if is_spread(param) else param
+    return torch_compat.local_part(param) if is_spread(param) else param
 
 
 def is_spread(param: Any) -> bool:
