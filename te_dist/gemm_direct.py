@@ -18,7 +18,7 @@ from te_dist.formats import TORCH_FP8, DType
 from te_dist.tensors import Float8BlockwiseQTensorStorage, Float8TensorStorage, QuantizedStorage
 
 E5M2 = DType.kFloat8E5M2
-_ALIGNED = 15  # sizes in multiples of 16 need no padding
+_ALIGNED = 15  # sizes, and offsets in bytes, in multiples of 16 need no padding and no copy
 
 
 def fast_accumulation(kind: str, use_split_accumulator: bool | None) -> bool:
@@ -66,6 +66,13 @@ def direct(
     return None
 
 
+def _is_aligned(data_a: Tensor, data_b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Whether planes (bytes) and scales (floats) begin where cuBLASLt can read them: parts of a stack may not."""
+    planes = data_a.storage_offset() | data_b.storage_offset()
+    scales = scale_a.storage_offset() | scale_b.storage_offset()
+    return not (planes | 4 * scales) & _ALIGNED
+
+
 def _plain(
     a: Tensor, b: Tensor, column_a: bool, column_b: bool, dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor | None:
@@ -93,7 +100,7 @@ def _per_tensor(
     if (bias is not None and dtype == torch.float32) or not _is_native("Float8CurrentScaling", data_a.device):
         return None
     type_a, type_b = a.quantizer.fp8_dtype, b.quantizer.fp8_dtype
-    if type_a == E5M2 and type_b == E5M2:
+    if (type_a == E5M2 and type_b == E5M2) or not _is_aligned(data_a, data_b, a._scale_inv, b._scale_inv):
         return None
     return torch._scaled_mm(
         data_a.view(TORCH_FP8[type_a]),
@@ -127,7 +134,7 @@ def _blockwise(
     quantizer_a, quantizer_b = a.quantizer, b.quantizer
     type_a, type_b = quantizer_a.fp8_dtype, quantizer_b.fp8_dtype
     tiles_a, tiles_b = quantizer_a.block_scaling_dim, quantizer_b.block_scaling_dim
-    if E5M2 in (type_a, type_b) or tiles_a == tiles_b == 2:
+    if E5M2 in (type_a, type_b) or tiles_a == tiles_b == 2 or not _is_aligned(data_a, data_b, scale_a, scale_b):
         return None
     a_codes, b_codes = data_a.view(TORCH_FP8[type_a]), data_b.view(TORCH_FP8[type_b])
     return multiply_blocks(a_codes, scale_a, b_codes, scale_b, bias, dtype, tiles_a, tiles_b)

@@ -31,6 +31,8 @@ from te_dist.tensors import (
 
 # The result is [R, C] with C contiguous, and cuBLASLt wants leading dimensions in multiples of 16.
 COLUMN_MULTIPLE = 16
+# Planes and scales must begin at multiples of so many bytes. torch's allocations do; a part of one may not.
+BYTE_ALIGNMENT = 16
 HIGH_PRECISION = "high precision"
 
 
@@ -130,6 +132,11 @@ def padded(matrix: Tensor, rows: int, cols: int) -> Tensor:
     if matrix.shape == (rows, cols):
         return matrix
     return torch.nn.functional.pad(matrix, (0, cols - matrix.shape[1], 0, rows - matrix.shape[0]))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """`tensor` as cuBLASLt can read it: itself, or a copy if it begins in the middle of an allocation."""
+    return tensor if tensor.storage_offset() * tensor.element_size() % BYTE_ALIGNMENT == 0 else tensor.clone()
 
 
 Arguments = tuple[Tensor, list[Tensor]]
@@ -243,11 +250,11 @@ def _call(name: str, a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dty
     if bias is not None and bias.numel() != columns:
         bias = torch.nn.functional.pad(bias, (0, columns - bias.numel()))
     return api.scaled_mm(
-        data_a,
-        data_b.t(),
-        scale_a,
+        aligned(data_a),
+        aligned(data_b).t(),
+        [aligned(scale) for scale in scale_a],
         recipes[0],
-        scale_b,
+        [aligned(scale) for scale in scale_b],
         recipes[1],
         swizzle_a=swizzle,
         swizzle_b=swizzle,

@@ -200,10 +200,9 @@ def full(t: Tensor) -> Tensor:
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """On rank 0 the whole state dict, by torch's own function; where that ends the process, by hand."""
+    """The whole state dict, by torch's own function; where that ends the process (gloo on a GPU), by hand."""
     if next(model.parameters()).is_cuda:
-        state = {name: whole_tensor(value) for name, value in get_model_state_dict(model).items()}
-        return state if torch.distributed.get_rank() == 0 else {}
+        return {name: whole_tensor(value) for name, value in get_model_state_dict(model).items()}
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 

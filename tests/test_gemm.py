@@ -63,6 +63,27 @@ def test_both_planes_present_reads_the_right_one(name: str, backend: str, device
         assert torch.equal(actual, expected), kind
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["per_tensor", "block_1d_2d", "block_1d_1d", "mxfp8", "nvfp4"])
+def test_operands_may_begin_anywhere(name: str, dtype: torch.dtype, device: str) -> None:
+    """A plane or a scale that is a part of something larger, as of a stack of experts, is at no round address."""
+    for kind, planes in KINDS.items():
+        shapes = operand_shapes(kind, 48, 64, 128)
+        plain = [quantized(PAIRS[name][i], shapes[i], planes[i], device, i) for i in (0, 1)]
+        moved = [_at_odd_places(operand) for operand in plain]
+        assert torch.equal(gemm(*moved, kind=kind, out_dtype=dtype), gemm(*plain, kind=kind, out_dtype=dtype)), kind
+
+
+def _at_odd_places(storage: QuantizedStorage) -> QuantizedStorage:
+    def moved(tensor: Tensor) -> Tensor:
+        room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+        return room[1:].view(tensor.shape).copy_(tensor)
+
+    buffers = {each: moved(getattr(storage, each)) for each in storage.inner_names()}
+    assert all(buffer.storage_offset() == 1 for buffer in buffers.values())
+    return type(storage)(buffers, shape=storage.shape, dtype=storage.dtype, quantizer=storage.quantizer)
+
+
 @pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["per_tensor", "block_1d_2d", "block_1d_1d", "mxfp8", "nvfp4", "plain"])
 def test_bias(name: str, bias_dtype: torch.dtype, device: str) -> None:

@@ -282,7 +282,8 @@ class ChainLayer(Lowered):
         return [None if place is None else getattr(place[0], place[1]) for place in self._places]
 
     def begin(self, input_grad: bool, splits: Splits = None) -> Any:
-        self.training = self.linears[0].training
+        if self.training != self.linears[0].training:  # torch 2.11 takes no assignment inside of a checkpoint
+            self.training = self.linears[0].training
         return super().begin(input_grad, splits)
 
     def _gathered(self, params: Sequence[Tensor | None]) -> list[GatheredWeight | None] | None:
