@@ -3,10 +3,9 @@
     python benchmarks/overlap.py [--json PATH]
 
 Copies between GPUs run on copy engines, and one GPU alone has nobody to copy from. So its copy engines are kept busy in
-other ways: with copies within the device that are asked to leave the SMs alone ("engine": cudaMemcpyBatchAsync with
-PreferOverlapWithCompute), and with copies from pinned memory of the host ("host", which only copy engines do). For
-comparison, copies within the device as torch does them ("device", where the driver may use SMs). Copies that take
-longer than one layer's products run beside those of several layers.
+other ways: with copies within the device, in pieces so small that the rate is that of an NVLink ("pieces") and at full
+speed ("device"), and with copies from pinned memory of the host ("host"). Copies that take longer than one layer's
+products run beside those of several layers.
 
 Exposed time is what products and copies together take longer than the products alone, as a part of what the copies
 take alone: the median of rounds in which both have their turn, so that the clock's drift meets both.
@@ -15,7 +14,6 @@ take alone: the median of rounds in which both have their turn, so that the cloc
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import math
 import statistics
@@ -32,6 +30,7 @@ from te_dist.gemm import gemm
 RANKS = 8
 TOKENS = 8192
 ROUNDS = 7
+PIECE = 2 << 20  # bytes of a copy that begins so late that an H200 copies some 400 GB in a second
 ROOM = 1.5  # how much longer than the copies the products beside them take at least
 # fc1 and fc2 of one layer under TP 8: K and N of this rank's product; "gather": x travels, else y does.
 SHAPES = {
@@ -63,37 +62,6 @@ def product(x: Any, w: Any) -> torch.Tensor:
     return gemm(x, w, kind="fprop", out_dtype=torch.bfloat16)
 
 
-class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes."""
-
-    _fields_ = [
-        ("order", ctypes.c_int),
-        ("locations", ctypes.c_int * 4),
-        ("flags", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-IN_STREAM_ORDER, PREFER_OVERLAP = 1, 1
-
-
-def engine_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], None]:
-    """Copies within the device on its copy engines. Raises where CUDA has no such call."""
-    function = ctypes.CDLL("libcudart.so.13").cudaMemcpyBatchAsync
-    count = len(targets)
-    pointers = [(ctypes.c_void_p * count)(*[t.data_ptr() for t in group]) for group in (targets, sources)]
-    sizes = (ctypes.c_size_t * count)(*[t.numel() for t in targets])
-    attributes, first = _Attributes(IN_STREAM_ORDER, (0, 0, 0, 0), PREFER_OVERLAP), ctypes.c_size_t(0)
-
-    def run() -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        error = function(*pointers, sizes, ctypes.c_size_t(count), ctypes.byref(attributes), ctypes.byref(first),
-                         ctypes.c_size_t(1), stream)  # fmt: skip
-        if error:
-            raise RuntimeError(f"cudaMemcpyBatchAsync: error {error}")
-
-    return run
-
-
 def copies(kind: str, size: int) -> Callable[[], None]:
     """The R - 1 copies that one rank of a ring receives."""
     if kind == "host":
@@ -101,11 +69,12 @@ def copies(kind: str, size: int) -> Callable[[], None]:
     else:
         sources = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS - 1)]
     targets = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS - 1)]
-    if kind == "engine":
-        return engine_copies(targets, sources)
+    step = PIECE if kind == "pieces" else size
+    pairs = [(t[at : at + step], s[at : at + step]) for t, s in zip(targets, sources, strict=True)
+             for at in range(0, size, step)]  # fmt: skip
 
     def run() -> None:
-        for target, source in zip(targets, sources, strict=True):
+        for target, source in pairs:
             target.copy_(source, non_blocking=True)
 
     return run
@@ -143,7 +112,7 @@ def measure(name: str, form: str, repeats: int) -> list[dict[str, Any]]:
                         "efficiency": whole / us})  # fmt: skip
     ring = results[-1]["us"]
     stream = torch.cuda.Stream(priority=-1)
-    for kind in ("engine", "device", "host"):
+    for kind in ("pieces", "device", "host"):
         copy = copies(kind, size)
         alone = median_us(functools.partial(on, stream, copy), repeats)
         layers = max(1, math.ceil(ROOM * alone / ring))
@@ -152,14 +121,18 @@ def measure(name: str, form: str, repeats: int) -> list[dict[str, Any]]:
             for _ in range(layers):
                 chunked(RANKS)
 
-        both = functools.partial(beside, products, copy, stream)
-        rounds = [(median_us(products, repeats // 2), median_us(both, repeats // 2)) for _ in range(ROUNDS)]
-        exposed = statistics.median(together - only for only, together in rounds)
+        ways = (
+            products,
+            functools.partial(beside, products, lambda: None, stream),
+            functools.partial(beside, products, copy, stream),
+        )
+        rounds = [[median_us(way, repeats // 2) for way in ways] for _ in range(ROUNDS)]
+        only, empty, together = (statistics.median(times) for times in zip(*rounds, strict=True))
+        exposed = statistics.median(together - only for only, _, together in rounds)
         results.append({
             "shape": name, "format": form, "what": f"copies: {kind}", "bytes": size * (RANKS - 1), "layers": layers,
-            "products_us": statistics.median(only for only, _ in rounds), "copies_us": alone,
-            "together_us": statistics.median(together for _, together in rounds), "exposed_us": exposed,
-            "exposed": exposed / alone, "gigabytes_per_second": size * (RANKS - 1) / alone / 1e3,
+            "products_us": only, "beside_nothing_us": empty, "copies_us": alone, "together_us": together,
+            "exposed_us": exposed, "exposed": exposed / alone, "gigabytes_per_second": size * (RANKS - 1) / alone / 1e3,
         })  # fmt: skip
     return results
 
@@ -176,7 +149,8 @@ def main() -> None:
             print(f"{row['shape']:<14} {row['format']:<5} {row['chunks']} chunks: {row['us']:8.1f} us, "
                   f"{100 * row['efficiency']:5.1f} % of one product's speed")  # fmt: skip
         else:
-            print(f"{row['shape']:<14} {row['format']:<5} {row['what']:<15} products {row['products_us']:8.1f} us, "
+            print(f"{row['shape']:<14} {row['format']:<5} {row['what']:<15} products {row['products_us']:8.1f} us "
+                  f"({row['beside_nothing_us']:.1f} beside nothing), "
                   f"copies {row['copies_us']:8.1f} us ({row['gigabytes_per_second']:.0f} GB/s), together "
                   f"{row['together_us']:8.1f} us: {100 * row['exposed']:5.1f} % of the copies exposed")  # fmt: skip
 

@@ -14,7 +14,8 @@ from te_dist.launch.metrics import MetricsLog, read_metrics
 from te_dist.launch.options import read_config_file
 from te_dist.launch.recipes import patterns_from, short_label
 
-SETTLED = 10  # the final loss is the mean of so many logged steps
+SETTLED = 10  # the final loss is the mean of at most so many logged steps,
+LAST_PART = 0.2  # all of them in this part of the run
 
 
 @dataclasses.dataclass
@@ -50,7 +51,8 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        last = [loss for _, loss in self.series("loss")[-SETTLED:]]
+        logged = self.series("loss")[-SETTLED:]
+        last = [loss for step, loss in logged if step > (1 - LAST_PART) * logged[-1][0]]
         return sum(last) / len(last) if last else float("nan")
 
     @property

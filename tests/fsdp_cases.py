@@ -25,10 +25,13 @@ from te_dist.tensors import QuantizedStorage
 from te_dist.tensors.gathered import GatheredWeight
 from te_dist.torch_compat import whole_tensor
 
+# One process in place of two ranks has products of more rows, for which a GPU may choose another kernel. Sums in
+# float32 then differ in their last bits; those of the tensor core's short accumulator would differ in the tenth.
+FLOAT32_SUMS = recipes.MMParams(use_split_accumulator=True)
 RECIPES: dict[str, Recipe | None] = {
     "current": recipes.Float8CurrentScaling(),
     "current_pow2": recipes.Float8CurrentScaling(use_power_2_scales=True),
-    "delayed": recipes.DelayedScaling(amax_history_len=3),
+    "delayed": recipes.DelayedScaling(amax_history_len=3, fp8_gemm_fprop=FLOAT32_SUMS),
     "block": recipes.Float8BlockScaling(),
     "block_1d": recipes.Float8BlockScaling(w_block_scaling_dim=1),
     "mxfp8": recipes.MXFP8BlockScaling(),
