@@ -2,10 +2,9 @@
 
     python benchmarks/overlap.py [--json PATH]
 
-Copies between GPUs run on copy engines, and one GPU alone has nobody to copy from. So its copy engines are kept busy in
-other ways: with copies within the device, in pieces so small that the rate is that of an NVLink ("pieces") and at full
-speed ("device"), and with copies from pinned memory of the host ("host"). Copies that take longer than one layer's
-products run beside those of several layers.
+Copies between GPUs run on copy engines, and one GPU alone has nobody to copy from. Copies within a device would not do:
+they run on the SMs (seen: they wait for a kernel that holds every SM). So the copy engines are kept busy with copies of
+the ring's size from pinned memory of the host, beside the products of so many layers that these take longer.
 
 Exposed time is what products and copies together take longer than the products alone, as a part of what the copies
 take alone: the median of rounds in which both have their turn, so that the clock's drift meets both.
@@ -30,7 +29,6 @@ from te_dist.gemm import gemm
 RANKS = 8
 TOKENS = 8192
 ROUNDS = 7
-PIECE = 2 << 20  # bytes of a copy that begins so late that an H200 copies some 400 GB in a second
 ROOM = 1.5  # how much longer than the copies the products beside them take at least
 # fc1 and fc2 of one layer under TP 8: K and N of this rank's product; "gather": x travels, else y does.
 SHAPES = {
@@ -62,19 +60,13 @@ def product(x: Any, w: Any) -> torch.Tensor:
     return gemm(x, w, kind="fprop", out_dtype=torch.bfloat16)
 
 
-def copies(kind: str, size: int) -> Callable[[], None]:
+def copies(size: int) -> Callable[[], None]:
     """The R - 1 copies that one rank of a ring receives."""
-    if kind == "host":
-        sources = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(RANKS - 1)]
-    else:
-        sources = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS - 1)]
+    sources = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(RANKS - 1)]
     targets = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS - 1)]
-    step = PIECE if kind == "pieces" else size
-    pairs = [(t[at : at + step], s[at : at + step]) for t, s in zip(targets, sources, strict=True)
-             for at in range(0, size, step)]  # fmt: skip
 
     def run() -> None:
-        for target, source in pairs:
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
     return run
@@ -112,28 +104,27 @@ def measure(name: str, form: str, repeats: int) -> list[dict[str, Any]]:
                         "efficiency": whole / us})  # fmt: skip
     ring = results[-1]["us"]
     stream = torch.cuda.Stream(priority=-1)
-    for kind in ("pieces", "device", "host"):
-        copy = copies(kind, size)
-        alone = median_us(functools.partial(on, stream, copy), repeats)
-        layers = max(1, math.ceil(ROOM * alone / ring))
+    copy = copies(size)
+    alone = median_us(functools.partial(on, stream, copy), repeats)
+    layers = math.ceil(ROOM * alone / ring)
 
-        def products(layers: int = layers) -> None:
-            for _ in range(layers):
-                chunked(RANKS)
+    def products() -> None:
+        for _ in range(layers):
+            chunked(RANKS)
 
-        ways = (
-            products,
-            functools.partial(beside, products, lambda: None, stream),
-            functools.partial(beside, products, copy, stream),
-        )
-        rounds = [[median_us(way, repeats // 2) for way in ways] for _ in range(ROUNDS)]
-        only, empty, together = (statistics.median(times) for times in zip(*rounds, strict=True))
-        exposed = statistics.median(together - only for only, _, together in rounds)
-        results.append({
-            "shape": name, "format": form, "what": f"copies: {kind}", "bytes": size * (RANKS - 1), "layers": layers,
-            "products_us": only, "beside_nothing_us": empty, "copies_us": alone, "together_us": together,
-            "exposed_us": exposed, "exposed": exposed / alone, "gigabytes_per_second": size * (RANKS - 1) / alone / 1e3,
-        })  # fmt: skip
+    ways = (
+        products,
+        functools.partial(beside, products, lambda: None, stream),
+        functools.partial(beside, products, copy, stream),
+    )
+    rounds = [[median_us(way, repeats // 2) for way in ways] for _ in range(ROUNDS)]
+    only, empty, together = (statistics.median(times) for times in zip(*rounds, strict=True))
+    exposed = statistics.median(together - only for only, _, together in rounds)
+    results.append({
+        "shape": name, "format": form, "what": "copies", "bytes": size * (RANKS - 1), "layers": layers,
+        "products_us": only, "beside_nothing_us": empty, "copies_us": alone, "together_us": together,
+        "exposed_us": exposed, "exposed": exposed / alone, "gigabytes_per_second": size * (RANKS - 1) / alone / 1e3,
+    })  # fmt: skip
     return results
 
 
@@ -149,7 +140,7 @@ def main() -> None:
             print(f"{row['shape']:<14} {row['format']:<5} {row['chunks']} chunks: {row['us']:8.1f} us, "
                   f"{100 * row['efficiency']:5.1f} % of one product's speed")  # fmt: skip
         else:
-            print(f"{row['shape']:<14} {row['format']:<5} {row['what']:<15} products {row['products_us']:8.1f} us "
+            print(f"{row['shape']:<14} {row['format']:<5} {row['what']:<8} products {row['products_us']:8.1f} us "
                   f"({row['beside_nothing_us']:.1f} beside nothing), "
                   f"copies {row['copies_us']:8.1f} us ({row['gigabytes_per_second']:.0f} GB/s), together "
                   f"{row['together_us']:8.1f} us: {100 * row['exposed']:5.1f} % of the copies exposed")  # fmt: skip

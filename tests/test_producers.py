@@ -227,15 +227,32 @@ def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[
         if isinstance(mine, NormOutput):
             assert_same_bytes(mine.rstd.cpu(), theirs.rstd, f"{format} rstd")
     if isinstance(theirs, NormOutput):
-        grad = matrix(*shape, torch.bfloat16, 5)
-        args = [grad, x, theirs.weight, theirs.mean, theirs.rstd]
-        options = {"zero_centered": theirs.zero_centered, "bias_grad": theirs.mean is not None}
-        with te_dist.use_backend("reference"):
-            gradients = kernels.norm_backward(*args, **options)
-        mine_gradients = kernels.norm_backward(*[None if t is None else t.cuda() for t in args], **options)
-        for a, e in zip(mine_gradients, gradients, strict=True):
-            if e is not None:
-                assert_same_bytes(a.cpu(), e, "norm gradient")
+        check_norm_gradient(theirs, x, matrix(*shape, torch.bfloat16, 5))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("build", [BUILDS["rms"], BUILDS["layer"]], ids=["rms", "layer"])
+@pytest.mark.parametrize("shape", [(4096 + 128 + 73, 264), (6144 + 5, 1032), (2048 + 128 + 64, 4104)], ids=str)
+def test_norm_gradients_of_many_tiles(shape: tuple[int, int], build: Callable[[Tensor], NormOutput]) -> None:
+    """Clusters of blocks that take several tiles one after the other, the last one not whole; both lengths of the
+    ring."""
+    x = matrix(*shape, torch.bfloat16)
+    theirs = build(x)
+    with te_dist.use_backend("reference"):
+        kernels.materialize(theirs)
+    for seed in (5, 6):  # the second time other sums lie in shared memory
+        check_norm_gradient(theirs, x, matrix(*shape, torch.bfloat16, seed))
+
+
+def check_norm_gradient(made: NormOutput, x: Tensor, grad: Tensor) -> None:
+    args = [grad, x, made.weight, made.mean, made.rstd]
+    options = {"zero_centered": made.zero_centered, "bias_grad": made.mean is not None}
+    with te_dist.use_backend("reference"):
+        expected = kernels.norm_backward(*args, **options)
+    actual = kernels.norm_backward(*[None if t is None else t.cuda() for t in args], **options)
+    for a, e in zip(actual, expected, strict=True):
+        if e is not None:
+            assert_same_bytes(a.cpu(), e, "norm gradient")
 
 
 def check_quantized(

@@ -16,6 +16,7 @@ struct BlockOutput {
   float* col_scale;
   ScaleRule rule;
   const float* noop;
+  unsigned ahead = 0u;  // 1-D, in memory: a block brings into L2 what the block of so many numbers later loads
 };
 
 void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);

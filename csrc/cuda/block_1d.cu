@@ -13,6 +13,8 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
   if (is_noop(out.noop)) return;
   const TilePlace tile = tile_place(blockIdx.x, x.cols);
   const bool inside = tile_inside(tile, x.rows, x.cols);
+  const unsigned later = blockIdx.x + out.ahead;
+  if (later < gridDim.x) prefetch_tile(x.data, x.rows, x.cols, x.stride, tile_place(later, x.cols));
   Patch<T> patch;
   load_patch(x, tile.row + threadIdx.x / 16 * 8, tile.col + threadIdx.x % 16 * 8, inside, patch);
   quantize_tile<T, F>(patch, tile, inside, out, exchange, stage);
@@ -24,7 +26,9 @@ void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane la
   const auto kernel_for = [](auto input, auto fp8) {
     return block_1d_kernel<TypeOf<decltype(input)>, TypeOf<decltype(fp8)>>;
   };
-  launch_tiles("block_1d_kernel", kernel_for, x, format, out, lane);
+  BlockOutput to = out;
+  to.ahead = 2u * static_cast<unsigned>(multiprocessors());
+  launch_tiles("block_1d_kernel", kernel_for, x, format, to, lane);
 }
 
 }  // namespace cuda

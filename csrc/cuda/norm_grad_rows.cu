@@ -1,7 +1,8 @@
 // A norm's gradient in one pass: 6 bytes an element. bf16 rows of up to 8192 elements.
 //
-// A block takes 16 rows, the groups g and g + 8 of a tile of 128; rows on their way wait in a ring in shared
-// memory. The 8 blocks of a tile are a cluster and fold their column sums through each other's shared memory.
+// A block takes 16 rows of a tile of 128, the groups g and g + 8. The 8 blocks of a tile are a cluster and fold their
+// column sums through each other's shared memory. Clusters stay and take tile after tile: rows on their way wait in a
+// ring in shared memory, and those of the next tile are on their way while this one's sums are folded.
 #include "norm_grad.cuh"
 #include "row_block.cuh"
 
@@ -40,9 +41,8 @@ __device__ __forceinline__ void wait_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kYoungest) : "memory");
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ int cluster_member() {
   unsigned rank;
@@ -61,131 +61,14 @@ __device__ __forceinline__ float2 load_of_member(const float2* here, int member)
   return value;
 }
 
-template <int kRing, bool kCentered>
-__global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(RowsConfig::kThreads, 1)
-    norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
-  constexpr int kPairs = RowsConfig::kPairs;
-  constexpr int kThreads = RowsConfig::kThreads;
-  extern __shared__ uint4 memory[];
-  __shared__ float scratch[RowBlock::kScratch];
-  __shared__ RowStats row_stats[RowsConfig::kRows];
-  const int cols = static_cast<int>(task.x.cols);
-  const int row_bytes = 2 * cols;
-  const char* ring = reinterpret_cast<const char*>(memory);
-  auto* saved = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kRing * 2 * row_bytes);
-  const int member = cluster_member();
-  const int64_t tile = blockIdx.x / RowsConfig::kCluster;
-  const int thread = static_cast<int>(threadIdx.x);
-  const float count = static_cast<float>(cols);
-  const bool with_bias = task.bias_partials != nullptr;
-
-  // Row i of the block: group `member` first, then the group that folds with it.
-  const auto row_of = [&](int i) {
-    return tile * 128 + (member + (i / RowsConfig::kGroup) * RowsConfig::kCluster) * RowsConfig::kGroup +
-           i % RowsConfig::kGroup;
-  };
-  const unsigned ring_address = static_cast<unsigned>(__cvta_generic_to_shared(memory));
-  const auto fetch = [&](int i) {
-    const int64_t row = row_of(i);
-    if (i < RowsConfig::kRows && row < task.rows) {
-      const unsigned to = ring_address + i % kRing * 2 * row_bytes;
-      copy_row(to, static_cast<const bf16_t*>(task.x.data) + row * task.stride, row_bytes);
-      copy_row(to + row_bytes, static_cast<const bf16_t*>(task.grad.data) + row * task.grad_stride, row_bytes);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-#pragma unroll 1
-  for (int i = 0; i < kRing; ++i) fetch(i);
-  if (thread < RowsConfig::kRows && row_of(thread) < task.rows) {
-    row_stats[thread] = RowStats{kCentered ? task.mean[row_of(thread)] : 0.0f, task.rstd[row_of(thread)]};
-  }
-  float2 gain[kPairs];
-#pragma unroll
-  for (int p = 0; p < kPairs; ++p) {
-    gain[p] = load_gain_pair(task.weight, task.zero_centered, 1024 * p + 2 * thread);
-  }
-  wait_but<kRing - 1>();
-  __syncthreads();
-
-  float2 weight_sum[kPairs];
-  float2 bias_sum[kPairs];
-#pragma unroll 1
-  for (int i = 0; i < RowsConfig::kRows; ++i) {
-    if (i % RowsConfig::kGroup == 0) {
-#pragma unroll
-      for (int p = 0; p < kPairs; ++p) {
-        if (i != 0) {
-          saved[p * kThreads + thread] = weight_sum[p];
-          if (with_bias) saved[RowsConfig::kSums + p * kThreads + thread] = bias_sum[p];
-        }
-        weight_sum[p] = bias_sum[p] = make_float2(0.0f, 0.0f);
-      }
-    }
-    const int64_t row = row_of(i);
-    if (row >= task.rows) continue;
-    const float rstd = row_stats[i].rstd;
-    const float mean = row_stats[i].mean;
-    const auto* x = reinterpret_cast<const uint32_t*>(ring + i % kRing * 2 * row_bytes) + thread;
-    const auto* grad = reinterpret_cast<const uint32_t*>(ring + (i % kRing * 2 + 1) * row_bytes) + thread;
-    float2 normal[kPairs];
-    uint32_t grad_word[kPairs];
-    float2 along = make_float2(0.0f, 0.0f);
-    float2 inner = make_float2(0.0f, 0.0f);
-    // Behind the row's end gain and gradient are zero, and add zeros; their column sums go nowhere.
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) {
-      const bool there = 1024 * p + 2 * thread < cols;
-      grad_word[p] = there ? grad[p * kThreads] : 0u;
-      const float2 xs = pair_of(there ? x[p * kThreads] : 0u);
-      const float2 dy = pair_of(grad_word[p]);
-      normal[p] = kCentered ? make_float2((xs.x - mean) * rstd, (xs.y - mean) * rstd)
-                            : make_float2(xs.x * rstd, xs.y * rstd);
-      const float2 scaled = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
-      if (kCentered) inner = make_float2(inner.x + scaled.x, inner.y + scaled.y);
-      along = make_float2(along.x + scaled.x * normal[p].x, along.y + scaled.y * normal[p].y);
-      weight_sum[p] = make_float2(weight_sum[p].x + dy.x * normal[p].x, weight_sum[p].y + dy.y * normal[p].y);
-      if (with_bias) bias_sum[p] = make_float2(bias_sum[p].x + dy.x, bias_sum[p].y + dy.y);
-    }
-    // Row i + 1 is to be there when all have passed the barrier of the sums; then nobody reads row i any
-    // more.
-    wait_but<kRing - 2>();
-    float slope;
-    float offset = 0.0f;
-    if (kCentered) {
-      const float2 sums = RowBlock::sum(along, inner, scratch, i % 2 * 2);
-      slope = __fdiv_rn(sums.x, count);
-      offset = __fdiv_rn(sums.y, count);
-    } else {
-      slope = __fdiv_rn(RowBlock::sum(along, scratch, i % 2), count);
-    }
-    fetch(i + kRing);
-    auto* to =
-        reinterpret_cast<uint32_t*>(static_cast<bf16_t*>(const_cast<void*>(task.dx.data)) + row * cols) + thread;
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) {
-      const float2 dy = pair_of(grad_word[p]);
-      float2 v = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
-      if (kCentered) v = make_float2(v.x - offset, v.y - offset);
-      v = make_float2((v.x - normal[p].x * slope) * rstd, (v.y - normal[p].y * slope) * rstd);
-      if (1024 * p + 2 * thread < cols) store_bulk(to + p * kThreads, pack_bf16(v.x, v.y));
-    }
-  }
-
-  // saved <- group g + group g + 8, then the cluster folds.
-#pragma unroll
-  for (int p = 0; p < kPairs; ++p) {
-    float2& weight = saved[p * kThreads + thread];
-    weight = make_float2(weight.x + weight_sum[p].x, weight.y + weight_sum[p].y);
-    if (!with_bias) continue;
-    float2& bias = saved[RowsConfig::kSums + p * kThreads + thread];
-    bias = make_float2(bias.x + bias_sum[p].x, bias.y + bias_sum[p].y);
-  }
-  cluster_barrier();
+// The sums of a tile's columns: every block folds those of an eighth of them.
+__device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2* saved, int64_t tile, int member) {
   constexpr int kSlice = RowsConfig::kSums / RowsConfig::kCluster;
+  const int cols = static_cast<int>(task.x.cols);
+  const int at = member * kSlice + static_cast<int>(threadIdx.x);
 #pragma unroll 1
   for (int set = 0; set < 2; ++set) {
     float* partials = set == 0 ? task.weight_partials : task.bias_partials;
-    const int at = member * kSlice + thread;
     if (partials == nullptr || 2 * at >= cols) continue;
     float2 v[RowsConfig::kCluster];
 #pragma unroll
@@ -195,7 +78,165 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
     partials[tile * cols + 2 * at] = total.x;
     partials[tile * cols + 2 * at + 1] = total.y;
   }
-  cluster_barrier();  // others may still read here
+}
+
+template <int kRing, bool kCentered>
+__global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(RowsConfig::kThreads, 1)
+    norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
+  constexpr int kPairs = RowsConfig::kPairs;
+  constexpr int kThreads = RowsConfig::kThreads;
+  constexpr int kRows = RowsConfig::kRows;
+  extern __shared__ uint4 memory[];
+  __shared__ float scratch[RowBlock::kScratch];
+  __shared__ RowStats row_stats[2][kRows];  // of this tile and of the next
+  const int cols = static_cast<int>(task.x.cols);
+  const int row_bytes = 2 * cols;
+  const char* ring = reinterpret_cast<const char*>(memory);
+  auto* saved = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kRing * 2 * row_bytes);
+  const int member = cluster_member();
+  const int64_t first_tile = blockIdx.x / RowsConfig::kCluster;
+  const int64_t step = gridDim.x / RowsConfig::kCluster;
+  const int tiles = static_cast<int>((ceil_div(task.rows, 128) - first_tile + step - 1) / step);
+  const int thread = static_cast<int>(threadIdx.x);
+  const float count = static_cast<float>(cols);
+  const bool with_bias = task.bias_partials != nullptr;
+
+  // Row i of this block in its tile t: group `member` first, then the group that folds with it. They ascend.
+  const auto row_of = [&](int t, int i) {
+    return (first_tile + t * step) * 128 +
+           (member + (i / RowsConfig::kGroup) * RowsConfig::kCluster) * RowsConfig::kGroup + i % RowsConfig::kGroup;
+  };
+  const unsigned ring_address = static_cast<unsigned>(__cvta_generic_to_shared(memory));
+  // Row i, which may be one of the next tile, into a slot of the ring.
+  const auto fetch = [&](int t, int i, int slot) {
+    t += i / kRows;
+    const int64_t row = row_of(t, i % kRows);
+    if (t < tiles && row < task.rows) {
+      const unsigned to = ring_address + slot * 2 * row_bytes;
+      copy_row(to, static_cast<const bf16_t*>(task.x.data) + row * task.stride, row_bytes);
+      copy_row(to + row_bytes, static_cast<const bf16_t*>(task.grad.data) + row * task.grad_stride, row_bytes);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  const auto load_stats = [&](int t) {
+    if (thread >= kRows || t >= tiles) return;
+    const int64_t row = row_of(t, thread);
+    if (row < task.rows) row_stats[t % 2][thread] = RowStats{kCentered ? task.mean[row] : 0.0f, task.rstd[row]};
+  };
+#pragma unroll 1
+  for (int i = 0; i < kRing; ++i) fetch(0, i, i);
+  load_stats(0);
+  float2 gain[kPairs];
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    gain[p] = load_gain_pair(task.weight, task.zero_centered, 1024 * p + 2 * thread);
+  }
+  wait_but<kRing - 1>();
+  __syncthreads();
+
+  int slot = 0;  // of the row at hand
+#pragma unroll 1
+  for (int t = 0; t < tiles; ++t) {
+    load_stats(t + 1);  // seen behind the barriers of this tile's rows
+    float2 weight_sum[kPairs];
+    float2 bias_sum[kPairs];
+#pragma unroll 1
+    for (int i = 0; i < kRows; ++i) {
+      if (i % RowsConfig::kGroup == 0) {
+        if (i != 0 && t != 0) cluster_wait();  // the others have read the last tile's sums
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p) {
+          if (i != 0) {
+            saved[p * kThreads + thread] = weight_sum[p];
+            if (with_bias) saved[RowsConfig::kSums + p * kThreads + thread] = bias_sum[p];
+          }
+          weight_sum[p] = bias_sum[p] = make_float2(0.0f, 0.0f);
+        }
+      }
+      const int64_t row = row_of(t, i);
+      if (row >= task.rows) continue;  // and so are all that follow
+      const float rstd = row_stats[t % 2][i].rstd;
+      const float mean = row_stats[t % 2][i].mean;
+      const auto* x = reinterpret_cast<const uint32_t*>(ring + slot * 2 * row_bytes) + thread;
+      const auto* grad = reinterpret_cast<const uint32_t*>(ring + (slot * 2 + 1) * row_bytes) + thread;
+      float2 normal[kPairs];
+      uint32_t grad_word[kPairs];
+      float2 along = make_float2(0.0f, 0.0f);
+      float2 inner = make_float2(0.0f, 0.0f);
+      // Behind the row's end gain and gradient are zero, and add zeros; their column sums go nowhere.
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p) {
+        const bool there = 1024 * p + 2 * thread < cols;
+        grad_word[p] = there ? grad[p * kThreads] : 0u;
+        const float2 xs = pair_of(there ? x[p * kThreads] : 0u);
+        const float2 dy = pair_of(grad_word[p]);
+        normal[p] = kCentered ? make_float2((xs.x - mean) * rstd, (xs.y - mean) * rstd)
+                              : make_float2(xs.x * rstd, xs.y * rstd);
+        const float2 scaled = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
+        if (kCentered) inner = make_float2(inner.x + scaled.x, inner.y + scaled.y);
+        along = make_float2(along.x + scaled.x * normal[p].x, along.y + scaled.y * normal[p].y);
+        weight_sum[p] = make_float2(weight_sum[p].x + dy.x * normal[p].x, weight_sum[p].y + dy.y * normal[p].y);
+        if (with_bias) bias_sum[p] = make_float2(bias_sum[p].x + dy.x, bias_sum[p].y + dy.y);
+      }
+      // The next row is to be there when all have passed the barrier of the sums; then nobody reads this one any
+      // more.
+      wait_but<kRing - 2>();
+      float slope;
+      float offset = 0.0f;
+      if (kCentered) {
+        const float2 sums = RowBlock::sum(along, inner, scratch, i % 2 * 2);
+        slope = __fdiv_rn(sums.x, count);
+        offset = __fdiv_rn(sums.y, count);
+      } else {
+        slope = __fdiv_rn(RowBlock::sum(along, scratch, i % 2), count);
+      }
+      fetch(t, i + kRing, slot);
+      slot = slot + 1 == kRing ? 0 : slot + 1;
+      auto* to =
+          reinterpret_cast<uint32_t*>(static_cast<bf16_t*>(const_cast<void*>(task.dx.data)) + row * cols) + thread;
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p) {
+        const float2 dy = pair_of(grad_word[p]);
+        float2 v = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
+        if (kCentered) v = make_float2(v.x - offset, v.y - offset);
+        v = make_float2((v.x - normal[p].x * slope) * rstd, (v.y - normal[p].y * slope) * rstd);
+        if (1024 * p + 2 * thread < cols) store_bulk(to + p * kThreads, pack_bf16(v.x, v.y));
+      }
+    }
+
+    // saved <- group g + group g + 8, then the cluster folds.
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      float2& weight = saved[p * kThreads + thread];
+      weight = make_float2(weight.x + weight_sum[p].x, weight.y + weight_sum[p].y);
+      if (!with_bias) continue;
+      float2& bias = saved[RowsConfig::kSums + p * kThreads + thread];
+      bias = make_float2(bias.x + bias_sum[p].x, bias.y + bias_sum[p].y);
+    }
+    cluster_arrive();
+    cluster_wait();
+    fold_sums(task, saved, first_tile + t * step, member);
+    cluster_arrive();
+  }
+  cluster_wait();  // others may still read here
+}
+
+// How many clusters run at once.
+template <typename Kernel>
+int64_t resident_clusters(Kernel kernel, int bytes) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(RowsConfig::kCluster);
+  config.blockDim = dim3(RowsConfig::kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  cudaLaunchAttribute size;
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = RowsConfig::kCluster;
+  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  int clusters = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "clusters of rows");
+  return larger(1, clusters);
 }
 
 template <int kRing, bool kCentered>
@@ -209,7 +250,8 @@ void launch(const NormGradTask& task, Lane lane) {
   constexpr int kMostBytes = kRing * 4 * kColumns + 2 * RowsConfig::kSums * static_cast<int>(sizeof(float2));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for rows");
-  const int blocks = grid_size(ceil_div(task.rows, 128) * RowsConfig::kCluster);
+  static const int64_t most = resident_clusters(kernel, kMostBytes);  // GPUs of one machine are alike
+  const int blocks = grid_size(smaller(ceil_div(task.rows, 128), most) * RowsConfig::kCluster);
   kernel<<<blocks, RowsConfig::kThreads, bytes, stream_of(lane)>>>(task);
   check_launch("norm_grad_rows_kernel");
 }

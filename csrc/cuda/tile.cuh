@@ -158,6 +158,20 @@ __device__ __forceinline__ void load_patch(const TileInput<T>& x, int64_t row, i
   }
 }
 
+// Brings a tile of 128 x 128 into L2: a line of 128 bytes per thread and step.
+template <typename T>
+__device__ __forceinline__ void prefetch_tile(const T* data, int64_t rows, int64_t cols, int64_t stride,
+                                              const TilePlace& tile) {
+  constexpr int kPerRow = TileConfig::kTile * static_cast<int>(sizeof(T)) / 128;
+  constexpr int kElements = 128 / static_cast<int>(sizeof(T));
+#pragma unroll
+  for (int line = static_cast<int>(threadIdx.x); line < TileConfig::kTile * kPerRow; line += TileConfig::kThreads) {
+    const int64_t row = tile.row + line / kPerRow;
+    const int64_t col = tile.col + line % kPerRow * kElements;
+    if (row < rows && col < cols) prefetch_line(data + row * stride + col);
+  }
+}
+
 // One row of a quantized patch, 8 bytes; out.vector means 8-byte stores.
 __device__ __forceinline__ void store_patch_row(const ByteMatrix& out, int64_t row, int64_t col, bool inside,
                                                 uint2 bytes) {
