@@ -355,8 +355,9 @@ SHARES = 8 if FULL else 1  # compiling all of them takes longer than one test ma
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_compiled_equals_eager(rank_pools: Pools, device: str, share: int) -> None:
-    rank_pools(2).run(compiled_equals_eager, device, COMPILED[share::SHARES], timeout=290)
+@pytest.mark.parametrize("world", [2, 4] if FULL else [2])
+def test_compiled_equals_eager(rank_pools: Pools, device: str, world: int, share: int) -> None:
+    rank_pools(world).run(compiled_equals_eager, device, COMPILED[share::SHARES], timeout=290)
 
 
 # ------------------------------------------------------------------------------------------------- what is said
