@@ -18,7 +18,7 @@ from te_dist.formats import TORCH_FP8, DType
 from te_dist.tensors import Float8BlockwiseQTensorStorage, Float8TensorStorage, QuantizedStorage
 
 E5M2 = DType.kFloat8E5M2
-_ALIGNED = 15  # sizes, and offsets in bytes, in multiples of 16 need no padding and no copy
+_ALIGNED = 15  # sizes in multiples of 16 need no padding
 
 
 def fast_accumulation(kind: str, use_split_accumulator: bool | None) -> bool:
@@ -68,9 +68,8 @@ def direct(
 
 def _is_aligned(data_a: Tensor, data_b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     """Whether planes (bytes) and scales (floats) begin where cuBLASLt can read them: parts of a stack may not."""
-    planes = data_a.storage_offset() | data_b.storage_offset()
-    scales = scale_a.storage_offset() | scale_b.storage_offset()
-    return not (planes | 4 * scales) & _ALIGNED
+    planes = data_a.storage_offset() % 16 == 0 and data_b.storage_offset() % 16 == 0
+    return planes and scale_a.storage_offset() % 4 == 0 and scale_b.storage_offset() % 4 == 0
 
 
 def _plain(

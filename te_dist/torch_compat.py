@@ -197,20 +197,20 @@ class _LocalPart(torch.autograd.Function):
 def local_part(param: Any) -> torch.Tensor:
     """This rank's part of a DTensor; a weight gradient that is made elsewhere or later leaves no zeros in .grad."""
     if torch.compiler.is_compiling() or not _local_parts_get_zeros():
-        return param.to_local()  # type: ignore[no-any-return]
-    return _LocalPart.apply(param)  # type: ignore[no-any-return]
+        return param.to_local()
+    return _LocalPart.apply(param)
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
     """The whole of a DTensor, on all its ranks; any other tensor as it is. torch's own full_tensor ends the process
     where gloo carries tensors of a GPU: there through the host's memory."""
     if not hasattr(tensor, "full_tensor"):
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     device = tensor.device
     groups = tensor.device_mesh.get_all_groups()
     if device.type == "cuda" and any(backend_of(group, device) == "gloo" for group in groups):
-        return tensor.detach().cpu().full_tensor().to(device)  # type: ignore[no-any-return]
-    return tensor.full_tensor()  # type: ignore[no-any-return]
+        return tensor.detach().cpu().full_tensor().to(device)
+    return tensor.full_tensor()
 
 
 def default_store() -> Any:
