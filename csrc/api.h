@@ -1,5 +1,5 @@
 // The entry points, once for every backend. bindings.cpp exposes each of them as te_dist._kernels.<backend>.<name>
-// and te_dist/kernels.py is their only caller; te_dist/reference.py defines what each one must compute.
+// and te_dist/kernels is their only caller; te_dist/reference.py defines what each one must compute.
 //
 // Letters: M rows, K columns of the logical 2-D tensor. Row plane: along K. Column plane: along M.
 // All pointers belong to the caller, who has checked sizes and contiguity; entry points check again what would
@@ -35,7 +35,7 @@ struct Vector {
 // A matrix [M, K], as it lies in memory or as a norm or an activation makes it of `data`. rows and cols are those of
 // the made matrix, dtype is that of all its matrices, and stride is that of `data`. A gated activation reads its
 // second factor K columns further; a gated activation's gradient is [M, 2H] made of `grad` [M, H].
-// The GPU backend alone fuses, and check::fused says what (te_dist/kernels.py knows the same rules): the other
+// The GPU backend alone fuses, and check::fused says what (te_dist/kernels knows the same rules): the other
 // kernels take plain sources, and `produce` makes the rest.
 struct Source : Input {
   Produce kind = Produce::kPlain;

@@ -427,7 +427,7 @@ PyModuleDef cuda_definition{PyModuleDef_HEAD_INIT, "cuda", nullptr, -1, nullptr,
 #endif
 PyModuleDef definition{PyModuleDef_HEAD_INIT,
                        "_kernels",
-                       "Quantization kernels of te_dist; te_dist/kernels.py is their caller.",
+                       "Quantization kernels of te_dist; te_dist/kernels is their caller.",
                        -1,
                        nullptr,
                        nullptr,

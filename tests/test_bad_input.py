@@ -187,7 +187,7 @@ def test_kernel_entry_points_raise_value_error() -> None:
     with pytest.raises(ValueError, match="even number of rows"):
         kernels.transpose_nibbles(torch.zeros(3, 4, dtype=torch.uint8))
     if kernels.has_extension():
-        cpu = kernels._extension.cpu
+        cpu = kernels.extension.cpu
         with pytest.raises(ValueError, match="rows"):
             cpu.amax(0, 0, -1, 4, 4, torch.zeros(1).data_ptr(), False, 0, 1)
         with pytest.raises(ValueError, match="stride"):

@@ -80,7 +80,7 @@ def test_accumulators() -> None:
     assert [gemm_direct.fast_accumulation(kind, None) for kind in ("fprop", "dgrad", "wgrad")] == [True, False, False]
 
 
-@pytest.mark.skipif(not getattr(kernels._extension, "has_cuda", False), reason="built without CUDA")
+@pytest.mark.skipif(not getattr(kernels.extension, "has_cuda", False), reason="built without CUDA")
 @pytest.mark.parametrize(
     ("recipe", "kernel"),
     [

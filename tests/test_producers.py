@@ -387,18 +387,18 @@ def test_fused_kernels_in_a_graph(format: str, build: Callable[[Tensor], Produce
         assert_same_storage(out, quantizer.quantize_produced(again, again.shape), format)
 
 
-@pytest.mark.skipif(not getattr(kernels._extension, "has_cuda", False), reason="built without CUDA")
+@pytest.mark.skipif(not getattr(kernels.extension, "has_cuda", False), reason="built without CUDA")
 def test_kernels_refuse_producers_they_do_not_make() -> None:
-    """kernels.py never asks for these; the entry points check all the same, before they touch a device."""
+    """te_dist.kernels never asks for these; the entry points check all the same, before they touch a device."""
     x = torch.ones(64, 64)
     amax = torch.zeros(1)
-    backend = kernels._extension.cuda
+    backend = kernels.extension.cuda
     for made in (ActivationOutput(x, "gelu"), ActivationOutput(x.bfloat16()[:, :60], "gelu")):
         with pytest.raises(ValueError, match="on the fly"):
-            backend.amax(kernels._producer(made), amax.data_ptr(), False, 0, 0)
+            backend.amax(kernels.producer_fields(made), amax.data_ptr(), False, 0, 0)
     fine = ActivationOutput(x.bfloat16(), "gelu")
     with pytest.raises(ValueError, match="reads a matrix from memory"):
-        backend.amax_nvfp4(kernels._producer(fine), False, 0, amax.data_ptr(), 0, 0, 0)
+        backend.amax_nvfp4(kernels.producer_fields(fine), False, 0, amax.data_ptr(), 0, 0, 0)
 
 
 def test_strided_inputs(device: str) -> None:

@@ -5,7 +5,7 @@
 
 namespace te_dist {
 
-// The dtype codes that cross the Python boundary (te_dist/kernels.py holds the same numbers).
+// The dtype codes that cross the Python boundary (te_dist/kernels holds the same numbers).
 enum class Float : int { kF32 = 0, kF16 = 1, kBF16 = 2 };
 
 struct bf16_t {

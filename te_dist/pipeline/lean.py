@@ -111,7 +111,7 @@ class LeanPlan:
         return LeanPlan(
             recipe=recipe,
             dtype=dtype,
-            code=kernels._FLOAT_CODE[dtype],
+            code=kernels.FLOAT_CODE[dtype],
             device=device,
             index=device.index or 0,
             features=rows,
@@ -135,7 +135,7 @@ def _operand(stage: StageConfig, name: str) -> Operand:
     quantizer: Quantizer | None = {"input": stage.x, "weight": stage.weight, "grad_output": stage.dy}[name]
     assert isinstance(quantizer, Float8CurrentScalingQuantizer | Float8BlockQuantizer)
     return Operand(
-        kernels._FP8_CODE[quantizer.fp8_dtype],
+        kernels.FP8_CODE[quantizer.fp8_dtype],
         TORCH_FP8[quantizer.fp8_dtype],
         quantizer.amax_epsilon,
         quantizer.force_pow_2_scales,
