@@ -10,11 +10,12 @@ norm or an activation quantize its result, made on the fly; "torch.compile" case
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def median_us(functions: list[Callable[[], object]], repeats: int) -> float:
     for i in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Queue behind a short delay, so that the host's launch time is not part of the measurement.
-        torch.cuda._sleep(200_000)
+        torch.cuda._sleep(1_000_000)
         start.record()
         functions[i % len(functions)]()
         end.record()
@@ -193,7 +194,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", nargs="*", default=["16384x8192", "4096x4096"])
+    parser.add_argument("--shape", nargs="*", default=["16384x8192", "4096x4096", "8192x28672"])
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--json", type=Path)
@@ -201,22 +202,26 @@ def main() -> None:
     bandwidth = copy_bandwidth(options.repeats)
     device = torch.cuda.get_device_name()
     print(f"{device}, copy bandwidth {bandwidth / 1e6:.2f} TB/s")
-    results = []
-    for shape in options.shape:
-        rows, cols = (int(part) for part in shape.split("x"))
-        results += measure(rows, cols, bandwidth, options.repeats, lambda name: any(t in name for t in options.only))
-    report = {
+    report: dict[str, Any] = {
         "device": device,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "te_dist": te_dist.__version__,
         "copy_bandwidth_tb_s": bandwidth / 1e6,
-        "results": results,
+        "results": [],
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    for shape in options.shape:
+        rows, cols = (int(part) for part in shape.split("x"))
+        wanted = functools.partial(holds_one_of, options.only)
+        report["results"] += measure(rows, cols, bandwidth, options.repeats, wanted)
+        if options.json:  # after each shape: a run that is cut short leaves those that were done
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def holds_one_of(parts: list[str], name: str) -> bool:
+    return any(part in name for part in parts)
 
 
 if __name__ == "__main__":
