@@ -117,7 +117,7 @@ def measure(name: str, form: str, repeats: int) -> list[dict[str, Any]]:
         functools.partial(beside, products, lambda: None, stream),
         functools.partial(beside, products, copy, stream),
     )
-    rounds = [[median_us(way, repeats // 2) for way in ways] for _ in range(ROUNDS)]
+    rounds = [[median_us(way, max(1, repeats // 2)) for way in ways] for _ in range(ROUNDS)]
     only, empty, together = (statistics.median(times) for times in zip(*rounds, strict=True))
     exposed = statistics.median(together - only for only, _, together in rounds)
     results.append({

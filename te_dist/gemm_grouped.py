@@ -174,7 +174,7 @@ def _grouped_kernel(a: Operand, b: Grouped, kind: str, offsets: Tensor) -> Tenso
     if offsets.dtype != torch.int32 or offsets.dim() != 1:
         raise ValueError(f"grouped_gemm expects offsets int32 [E] but got {offsets.dtype} {list(offsets.shape)}")
     if isinstance(a, Tensor):
-        a, b = a.detach(), cast(Tensor, b).detach()
+        a, b = gemm_native.aligned(a.detach()), gemm_native.aligned(cast(Tensor, b).detach())
         if kind == "wgrad":
             return functional.grouped_mm(a.t(), b, offs=offsets)
         return functional.grouped_mm(a, b.transpose(-2, -1) if kind == "fprop" else b, offs=offsets)
@@ -189,7 +189,7 @@ def _grouped_kernel(a: Operand, b: Grouped, kind: str, offsets: Tensor) -> Tenso
     data, scales = gemm_native._tensorwise(factor_a, *factor_a.size)
     row_wise = functional.ScalingType.RowWise
     return functional.scaled_grouped_mm(
-        data,
+        gemm_native.aligned(data),
         weights.transpose(-2, -1),
         scales[0].expand(data.shape[0]).contiguous(),
         row_wise,

@@ -191,7 +191,9 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        return None if gradient is None else ctx.kind.from_local(gradient, *ctx.place, run_check=False, **ctx.whole)
+        if gradient is None:
+            return None
+        return ctx.kind.from_local(gradient.contiguous(), *ctx.place, run_check=False, **ctx.whole)
 
 
 def local_part(param: Any) -> torch.Tensor:
@@ -202,13 +204,13 @@ def local_part(param: Any) -> torch.Tensor:
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """The whole of a DTensor, on all its ranks; any other tensor as it is. torch's own full_tensor ends the process
-    where gloo carries tensors of a GPU: there through the host's memory."""
+    """The whole of a DTensor, on all its ranks, for reading; any other tensor as it is. torch's own full_tensor ends
+    the process where gloo carries tensors of a GPU: there through the host's memory."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
-    device = tensor.device
-    groups = tensor.device_mesh.get_all_groups()
-    if device.type == "cuda" and any(backend_of(group, device) == "gloo" for group in groups):
+    device, mesh = tensor.device, tensor.device_mesh
+    takes_part = mesh.get_coordinate() is not None  # else the rank has no groups, and gets an empty tensor
+    if device.type == "cuda" and takes_part and any(backend_of(g, device) == "gloo" for g in mesh.get_all_groups()):
         return tensor.detach().cpu().full_tensor().to(device)
     return tensor.full_tensor()
 

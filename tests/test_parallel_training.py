@@ -19,7 +19,7 @@ from gemm_cases import sqnr
 from parallel_cases import RECIPES, SUMMED, linear, local, parallel_twin, part, sample, step, tp_mesh
 from test_parallel_compile import PLAN, SmallModel
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import te_dist
@@ -125,6 +125,19 @@ MLP_PLAN = {"0": "column", "1": "column", "2": "row", "3": "sequence", "4": "row
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {k: whole_tensor(v) for k, v in model.state_dict().items()}
+
+
+def whole_of_two_ranks(rank: int, world: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    spread = DTensor.from_local(torch.full((1, 2), float(rank)), mesh, [Shard(0)], run_check=False)
+    expected = torch.tensor([[0.0, 0.0], [1.0, 1.0]]) if rank < 2 else torch.empty(0)
+    assert torch.equal(whole_tensor(spread), expected)
+    assert torch.equal(whole_tensor(expected), expected)
+
+
+def test_whole_tensors_of_some_ranks(rank_pools: Pools) -> None:
+    """As torch's own full_tensor: a rank outside of the mesh gets an empty one."""
+    rank_pools(4).run(whole_of_two_ranks, timeout=100)
 
 
 def checkpoints_reshard(rank: int, world: int, device: str, folder: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gemm_cases import sqnr
 from layer_cases import FLOORS
 from parallel_cases import (
     MODES,
@@ -289,13 +290,22 @@ def uneven_matches(rank: int, world: int, device: str, kind: str, tokens: int, f
             # Only scales of whole tensors, and of rows, are independent of where a shard ends.
             floor = min(SUMMED, FLOORS[recipe] - 3)
             for name, value in expected.items():
-                # Errors grow behind a softmax, and where sums cancel. Other blocks and another order are as far from
-                # float32 as one process is: its error, times sqrt(2) for the two of them, times 3 because a part may
-                # have one element only, which three standard deviations cover.
-                error = (mine[name].double() - value.double()).square().mean().sqrt() if value.numel() else 0.0
-                allowed = 3 * 2**0.5 * (one[name].double() - truth[name].double()).square().mean().sqrt()
-                if not (is_block and error <= allowed):
-                    wrong += compare(f"{recipe} {label}", {name: mine[name]}, {name: value}, set(), floor)
+                least = floor
+                if is_block and value.numel():
+                    # Errors grow behind a softmax, and where sums cancel. Other blocks and another order are as far
+                    # from float32 as one process is: 3 dB for the two of them, and 6 of slack for parts of a few
+                    # elements. Zeros would have 0 dB.
+                    dim = dy_dim if name == "y" else x_dim if name == "dx" else param_dim(twin, name)
+                    reach = sqnr(value, part(truth[name], dim, rank, world).double())
+                    least = max(0.5, min(floor, reach) - 9)
+                    # The one element of a part may be far off by chance, or near to float32 in one process. On a GPU
+                    # that happens: there the error of the whole tensor decides, times sqrt(2) for the two of them,
+                    # times 3 standard deviations.
+                    error = (mine[name].double() - value.double()).square().mean().sqrt()
+                    noise = (one[name].double() - truth[name].double()).square().mean().sqrt()
+                    if device == "cuda" and error <= 3 * 2**0.5 * noise:
+                        least = -torch.inf
+                wrong += compare(f"{recipe} {label}", {name: mine[name]}, {name: value}, set(), least)
             exact = recipe in ("none", "current", "delayed") and mode == "column" and not is_block and device == "cpu"
             if exact and not torch.equal(mine["y"], expected["y"]):
                 wrong.append(f"{recipe} {label}: y is not equal")
