@@ -168,6 +168,7 @@ def start_receive(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
     """A message from a rank of the group, into the tensor."""
     return group.recv([tensor], rank, tag)
 
+
 # ------------------------------------------------------------------------------------------------- DTensors
 @functools.cache
 def _local_parts_get_zeros() -> bool:
@@ -178,22 +179,28 @@ def _local_parts_get_zeros() -> bool:
     return function is not None and "set_materialize_grads" not in function.forward.__code__.co_names
 
 
+def spread_like(part: torch.Tensor, whole: Any) -> torch.Tensor:
+    """This rank's part as a DTensor that is spread as another one is. Nothing is communicated."""
+    mesh, placements = whole.device_mesh, whole.placements
+    made: torch.Tensor = type(whole).from_local(
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
+
+
 class _LocalPart(torch.autograd.Function):
     """DTensor.to_local, of which no gradient remains no gradient."""
 
     @staticmethod
     def forward(ctx: Any, param: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.place = type(param), (param.device_mesh, param.placements)
-        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        ctx.param = param
         part: torch.Tensor = param.to_local()
         return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:
-            return None
-        return ctx.kind.from_local(gradient.contiguous(), *ctx.place, run_check=False, **ctx.whole)
+        return None if gradient is None else spread_like(gradient.contiguous(), ctx.param)
 
 
 def local_part(param: Any) -> torch.Tensor:

@@ -25,13 +25,10 @@ from te_dist.tensors import QuantizedStorage
 from te_dist.tensors.gathered import GatheredWeight
 from te_dist.torch_compat import whole_tensor
 
-# One process in place of two ranks has products of more rows, for which a GPU may choose another kernel. Sums in
-# float32 then differ in their last bits; those of the tensor core's short accumulator would differ in the tenth.
-FLOAT32_SUMS = recipes.MMParams(use_split_accumulator=True)
 RECIPES: dict[str, Recipe | None] = {
     "current": recipes.Float8CurrentScaling(),
     "current_pow2": recipes.Float8CurrentScaling(use_power_2_scales=True),
-    "delayed": recipes.DelayedScaling(amax_history_len=3, fp8_gemm_fprop=FLOAT32_SUMS),
+    "delayed": recipes.DelayedScaling(amax_history_len=3),
     "block": recipes.Float8BlockScaling(),
     "block_1d": recipes.Float8BlockScaling(w_block_scaling_dim=1),
     "mxfp8": recipes.MXFP8BlockScaling(),
@@ -116,7 +113,7 @@ def shard(model: Model, mesh: DeviceMesh | None = None, backend: str | None = No
     return fully_shard(model, mesh=mesh, **options)
 
 
-def build(recipe: str | None, device: str, mesh: DeviceMesh | None = None, **options: Any) -> Model:
+def build(recipe: str | Recipe | None, device: str, mesh: DeviceMesh | None = None, **options: Any) -> Model:
     """A sharded model; options of ``make`` and of ``shard``."""
     own = {k: options.pop(k) for k in ("hidden", "width", "remat", "dtype", "seed") if k in options}
     return shard(make(recipe, device, **own), mesh, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -137,3 +137,8 @@ def store(out: Tensor | None, value: Tensor | None, noop: Tensor | None) -> None
         return
     value = value.reshape(out.shape)
     out.copy_(value if noop is None else torch.where(noop.reshape(()) != 0, out, value))
+
+
+def store_all(outs: Sequence[Tensor | None], values: Sequence[Tensor | None], noop: Tensor | None) -> None:
+    for out, value in zip(outs, values, strict=True):
+        store(out, value, noop)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from te_dist import reference
 from te_dist.formats import DType
-from te_dist.kernels.backend import FLOAT_CODE, FP8_CODE, find, pointer, run, store
+from te_dist.kernels.backend import FLOAT_CODE, FP8_CODE, find, pointer, run, store_all
 from te_dist.kernels.sources import Matrix, described, taken_by
 
 
@@ -33,8 +33,7 @@ def quantize_block(
         return
     wanted = {"rowwise": row is not None, "columnwise": col is not None}
     values = reference.quantize_block(x, fp8, block_dim=block_dim, eps=eps, power_of_2=power_of_2, **wanted)
-    for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
-        store(out, value, noop)
+    store_all((row, row_scale, col, col_scale), values, noop)
 
 
 def dequantize_block(data: Tensor, scale: Tensor, out: Tensor, *, fp8: DType, block_dim: int, columnwise: bool) -> None:
@@ -69,8 +68,7 @@ def quantize_mxfp8(
         return
     wanted = {"rowwise": row is not None, "columnwise": col is not None}
     values = reference.quantize_mxfp8(x, fp8, two_d=two_d, **wanted)
-    for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
-        store(out, value, noop)
+    store_all((row, row_scale, col, col_scale), values, noop)
 
 
 def dequantize_mxfp8(data: Tensor, scale: Tensor, out: Tensor, *, fp8: DType, columnwise: bool) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from te_dist import reference
 from te_dist.formats import HADAMARD_SIGN_MASK
-from te_dist.kernels.backend import FLOAT_CODE, find, pointer, run, store
+from te_dist.kernels.backend import FLOAT_CODE, find, pointer, run, store_all
 from te_dist.kernels.sources import Matrix, described, taken_by
 
 
@@ -33,8 +33,7 @@ def amax_nvfp4(
         )  # fmt: skip
         return
     values = reference.amax_nvfp4(x, with_rht=with_rht, random_signs=random_signs)
-    for out, value in zip((amax_row, amax_col), values, strict=True):
-        store(out, value, noop)
+    store_all((amax_row, amax_col), values, noop)
 
 
 def quantize_nvfp4(
@@ -73,8 +72,7 @@ def quantize_nvfp4(
         rowwise=row is not None,
         columnwise=col is not None,
     )
-    for out, value in zip((row, row_scale, col, col_scale), values, strict=True):
-        store(out, value, noop)
+    store_all((row, row_scale, col, col_scale), values, noop)
 
 
 def dequantize_nvfp4(

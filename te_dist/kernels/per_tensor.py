@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_dist import reference
 from te_dist.formats import DType
-from te_dist.kernels.backend import FLOAT_CODE, FP8_CODE, find, is_shapes_only, pointer, run, store
+from te_dist.kernels.backend import FLOAT_CODE, FP8_CODE, find, is_shapes_only, pointer, run, store, store_all
 from te_dist.kernels.sources import Matrix, described, fuses, materialize, taken_by
 from te_dist.producers import Plain, Producer
 
@@ -46,8 +46,7 @@ def cast_scaled(
     if amax is not None:
         store(amax, reference._canonical_amax(torch.maximum(amax, reference.amax(x))), noop)
     values = reference.cast_scaled(x, scale, fp8, rowwise=row is not None, columnwise=col is not None)
-    for out, value in zip((row, col, scale_inv), values, strict=True):
-        store(out, value, noop)
+    store_all((row, col, scale_inv), values, noop)
 
 
 def cast_current(
@@ -72,8 +71,7 @@ def cast_current(
         return
     wanted = {"rowwise": row is not None, "columnwise": col is not None}
     values = reference.cast_current(x, amax, fp8, eps=eps, power_of_2=power_of_2, **wanted)
-    for out, value in zip((row, col, scale_inv), values, strict=True):
-        store(out, value, noop)
+    store_all((row, col, scale_inv), values, noop)
 
 
 def quantize_current(

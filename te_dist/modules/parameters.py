@@ -25,12 +25,7 @@ def is_spread(param: Any) -> bool:
 
 def like_parameter(gradient: Tensor, param: Any) -> Tensor:
     """A rank's part of a gradient as what its parameter is: a DTensor has a DTensor's."""
-    if not is_spread(param):
-        return gradient
-    made: Tensor = type(param).from_local(
-        gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return made
+    return torch_compat.spread_like(gradient, param) if is_spread(param) else gradient
 
 
 def spread_state(module: Module, state_dict: Any, prefix: str) -> None:
