@@ -137,7 +137,8 @@ void norm_made(const NormGrad& from, const Output& dx, const float* weight_parti
 
 void reduction(const float* partials, int64_t tiles, const Output& out) {
   output(out);
-  TED_CHECK(tiles >= 0 && out.rows == 1, "the output is one row, and there cannot be ", tiles, " tiles");
+  TED_CHECK(tiles >= 0 && out.rows >= 0 && out.rows <= 0xFFFF, "there cannot be ", tiles, " tiles of ", out.rows,
+            " sets of sums");
   if (tiles > 0) required("the partials", partials, alignof(float));
 }
 

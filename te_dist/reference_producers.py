@@ -40,29 +40,46 @@ def _fold(x: Tensor, dim: int) -> Tensor:
     return x
 
 
-def row_sums(values: Tensor) -> Tensor:
+def _chunks(values: Tensor) -> Tensor:
+    """[M, K] -> [M, chunks, 1024], zeros behind the end."""
+    rows, cols = values.shape
+    chunks = max(1, ceil_div(cols, ROW_ACCUMULATORS))
+    padded = torch.nn.functional.pad(values, (0, chunks * ROW_ACCUMULATORS - cols))
+    return padded.view(rows, chunks, ROW_ACCUMULATORS)
+
+
+def row_sums(values: Tensor, factors: Tensor | None = None) -> Tensor:
     """[M, K] float32 -> [M]: 1024 accumulators take every 1024th value in turn, then fold.
 
     Accumulator 256 w + 8 l + j is value j of lane l's w-th vector: vectors fold first, then w, then the lanes.
+    With factors, values times factors are added up, each with one rounding.
     """
-    rows, cols = values.shape
-    chunks = max(1, ceil_div(cols, ROW_ACCUMULATORS))
-    padded = torch.nn.functional.pad(values, (0, chunks * ROW_ACCUMULATORS - cols)).view(rows, chunks, ROW_ACCUMULATORS)
-    total = torch.zeros_like(padded[:, 0])
-    for chunk in range(chunks):
-        total = total + padded[:, chunk]
+    rows, chunks = values.shape[0], _chunks(values)
+    others = None if factors is None else _chunks(factors)
+    total = torch.zeros_like(chunks[:, 0])
+    for i in range(chunks.shape[1]):
+        total = total + chunks[:, i] if others is None else fma(chunks[:, i], others[:, i], total)
     return _fold(_fold(_fold(total.view(rows, 4, 32, 8), 3), 1), 2).reshape(rows)
 
 
-def column_partials(values: Tensor) -> Tensor:
-    """[M, K] float32 -> [ceil(M / 128), K]: 16 groups of 8 rows each add up in order, then fold."""
+def _groups(values: Tensor) -> Tensor:
+    """[M, K] -> [tiles of 128 rows, 16 groups, 8 rows, K], zeros behind the end."""
     rows, cols = values.shape
     tiles = ceil_div(rows, 128)
-    padded = torch.nn.functional.pad(values, (0, 0, 0, tiles * 128 - rows)).view(tiles, 16, 8, cols)
-    total = torch.zeros_like(padded[:, :, 0])
+    return torch.nn.functional.pad(values, (0, 0, 0, tiles * 128 - rows)).view(tiles, 16, 8, cols)
+
+
+def column_partials(values: Tensor, factors: Tensor | None = None) -> Tensor:
+    """[M, K] float32 -> [ceil(M / 128), K]: 16 groups of 8 rows each add up in order, then fold.
+
+    With factors, values times factors are added up, each with one rounding.
+    """
+    groups = _groups(values)
+    others = None if factors is None else _groups(factors)
+    total = torch.zeros_like(groups[:, :, 0])
     for row in range(8):
-        total = total + padded[:, :, row]
-    return _fold(total, 1).reshape(tiles, cols)
+        total = total + groups[:, :, row] if others is None else fma(groups[:, :, row], others[:, :, row], total)
+    return _fold(total, 1).reshape(groups.shape[0], groups.shape[3])
 
 
 def reduce_partials(partials: Tensor) -> Tensor:
@@ -153,22 +170,23 @@ def norm_stats(x: Tensor, *, layer_norm: bool, eps: float) -> tuple[Tensor | Non
     count = torch.full((), float(x.shape[1]), dtype=torch.float32, device=x.device)
     mean = row_sums(wide) / count if layer_norm else None
     centered = wide if mean is None else wide - mean[:, None]
-    variance = row_sums(centered * centered) / count
+    variance = row_sums(centered, centered) / count
     # By way of float64, whose square root rounds to the right float32: torch's own one is a unit off now and then.
     deviation = (variance + torch.full_like(count, eps)).double().sqrt().float()
     return mean, torch.ones_like(deviation) / deviation
 
 
 def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    centered = x.float() if mean is None else x.float() - mean[:, None]
-    return centered * rstd[:, None]
+    if mean is None:
+        return x.float() * rstd[:, None]
+    return fma(x.float(), rstd[:, None], -(mean * rstd)[:, None])
 
 
 def norm_output(
     x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, *, zero_centered: bool
 ) -> Tensor:
-    result = _normalized(x, mean, rstd) * _gain(weight, zero_centered)
-    return (result if bias is None else result + bias.float()).to(x.dtype)
+    normal, gain = _normalized(x, mean, rstd), _gain(weight, zero_centered)
+    return (normal * gain if bias is None else fma(normal, gain, bias.float())).to(x.dtype)
 
 
 def norm_backward(
@@ -178,8 +196,9 @@ def norm_backward(
     dy, normal = grad.float(), _normalized(x, mean, rstd)
     count = torch.full((), float(x.shape[1]), dtype=torch.float32, device=x.device)
     scaled = dy * _gain(weight, zero_centered)
-    inner = scaled
+    slope = (row_sums(scaled, normal) / count * rstd)[:, None]
+    along = normal * slope
     if mean is not None:
-        inner = inner - (row_sums(scaled) / count)[:, None]
-    inner = inner - normal * (row_sums(scaled * normal) / count)[:, None]
-    return (inner * rstd[:, None]).to(x.dtype), column_partials(dy * normal), column_partials(dy)
+        along = fma(normal, slope, (row_sums(scaled) / count * rstd)[:, None])
+    dx = fma(scaled, rstd[:, None], -along)
+    return dx.to(x.dtype), column_partials(dy, normal), column_partials(dy)

@@ -59,11 +59,13 @@ void fold(float* values, int64_t count, int64_t width) {
   }
 }
 
-float row_sum(const float* __restrict values, int64_t n) {
+// add(total, i): a sum with what value i adds to it.
+template <typename Add>
+float row_sum(int64_t n, const Add& add) {
   alignas(64) float total[kAccumulators] = {};
   for (int64_t at = 0; at < n; at += kAccumulators) {
     const int64_t count = smaller(kAccumulators, n - at);
-    for (int64_t i = 0; i < count; ++i) total[i] += values[at + i];
+    for (int64_t i = 0; i < count; ++i) total[i] = add(total[i], at + i);
   }
   alignas(64) float vectors[kAccumulators / 8];
   for (int64_t v = 0; v < kAccumulators / 8; ++v) {
@@ -73,6 +75,14 @@ float row_sum(const float* __restrict values, int64_t n) {
   fold(vectors, 4, 32);
   fold(vectors, 32, 1);
   return vectors[0];
+}
+
+float row_sum(const float* __restrict values, int64_t n) {
+  return row_sum(n, [=](float total, int64_t i) { return total + values[i]; });
+}
+
+float row_sum(const float* __restrict values, const float* __restrict factors, int64_t n) {
+  return row_sum(n, [=](float total, int64_t i) { return fused_multiply_add(values[i], factors[i], total); });
 }
 
 void add_to(float* __restrict total, const float* __restrict values, int64_t n) {
@@ -88,6 +98,11 @@ class GroupSums {
   }
   void add(int64_t row, const float* values) {
     if (partials_ != nullptr) add_to(sums_.data() + row / kGroup * cols_, values, cols_);
+  }
+  void add(int64_t row, const float* __restrict values, const float* __restrict factors) {
+    if (partials_ == nullptr) return;
+    float* __restrict total = sums_.data() + row / kGroup * cols_;
+    for (int64_t i = 0; i < cols_; ++i) total[i] = fused_multiply_add(values[i], factors[i], total[i]);
   }
   void finish(Lane lane) {
     if (partials_ == nullptr) return;
@@ -173,10 +188,11 @@ std::vector<float> gain_of(const Vector& weight, int64_t n, bool zero_centered) 
   return gain;
 }
 
-// x <- (x - mean) * rstd
+// x <- x * rstd - mean * rstd
 void normalize(float* __restrict x, int64_t n, float mean, float rstd, bool centered) {
   if (centered) {
-    for (int64_t i = 0; i < n; ++i) x[i] = (x[i] - mean) * rstd;
+    const float shift = mean * rstd;
+    for (int64_t i = 0; i < n; ++i) x[i] = fused_multiply_add(x[i], rstd, -shift);
   } else {
     for (int64_t i = 0; i < n; ++i) x[i] *= rstd;
   }
@@ -187,13 +203,13 @@ void make_stats(const Source& from, int64_t row, const float* __restrict x, floa
   const float count = static_cast<float>(n);
   const bool centered = from.mean != nullptr;
   const float mean = centered ? row_sum(x, n) / count : 0.0f;
+  const float* __restrict values = x;
   if (centered) {
     from.mean[row] = mean;
-    for (int64_t i = 0; i < n; ++i) scratch[i] = (x[i] - mean) * (x[i] - mean);
-  } else {
-    for (int64_t i = 0; i < n; ++i) scratch[i] = x[i] * x[i];
+    for (int64_t i = 0; i < n; ++i) scratch[i] = x[i] - mean;
+    values = scratch;
   }
-  from.rstd[row] = 1.0f / __builtin_sqrtf(row_sum(scratch, n) / count + from.eps);
+  from.rstd[row] = 1.0f / __builtin_sqrtf(row_sum(values, values, n) / count + from.eps);
 }
 
 void norm_row(const Source& from, int64_t row, const std::vector<float>& gain, const std::vector<float>& bias,
@@ -206,8 +222,12 @@ void norm_row(const Source& from, int64_t row, const std::vector<float>& gain, c
   const bool centered = from.mean != nullptr;
   normalize(made, n, centered ? from.mean[row] : 0.0f, from.rstd[row], centered);
   const float* __restrict g = gain.data();
-  for (int64_t i = 0; i < n; ++i) made[i] *= g[i];
-  add_bias(made, bias);
+  const float* __restrict b = bias.data();
+  if (bias.empty()) {
+    for (int64_t i = 0; i < n; ++i) made[i] *= g[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) made[i] = fused_multiply_add(made[i], g[i], b[i]);
+  }
 }
 
 // Rows [first, first + kGroup) by one thread: what they add to is theirs alone.
@@ -256,14 +276,12 @@ void norm_backward(const NormGrad& from, const Output& dx, float* weight_partial
   GroupSums bias_sums(bias_partials, x.rows, n);
   for_each_group(x.rows, n, lane, [&](int64_t first, int64_t end) {
     thread_local Scratch scratch;
-    thread_local std::vector<float> product;
-    for (std::vector<float>* v : {&scratch.x, &scratch.grad, &scratch.made, &product}) {
+    for (std::vector<float>* v : {&scratch.x, &scratch.grad, &scratch.made}) {
       v->resize(static_cast<size_t>(n));
     }
     float* __restrict normal = scratch.x.data();
     float* __restrict grad = scratch.grad.data();
     float* __restrict inner = scratch.made.data();
-    float* __restrict other = product.data();
     const float* __restrict g = gain.data();
     for (int64_t row = first; row < end; ++row) {
       const float rstd = from.rstd[row];
@@ -271,17 +289,18 @@ void norm_backward(const NormGrad& from, const Output& dx, float* weight_partial
       widen(element(from.grad, x.dtype, row * from.grad_stride), x.dtype, n, grad);
       normalize(normal, n, centered ? from.mean[row] : 0.0f, rstd, centered);
       for (int64_t i = 0; i < n; ++i) inner[i] = grad[i] * g[i];
-      for (int64_t i = 0; i < n; ++i) other[i] = inner[i] * normal[i];
-      const float along = row_sum(other, n) / count;
+      const float slope = row_sum(inner, normal, n) / count * rstd;
       if (centered) {
-        const float mean = row_sum(inner, n) / count;
-        for (int64_t i = 0; i < n; ++i) inner[i] -= mean;
+        const float offset = row_sum(inner, n) / count * rstd;
+        for (int64_t i = 0; i < n; ++i) {
+          inner[i] = fused_multiply_add(inner[i], rstd, -fused_multiply_add(normal[i], slope, offset));
+        }
+      } else {
+        for (int64_t i = 0; i < n; ++i) inner[i] = fused_multiply_add(inner[i], rstd, -(normal[i] * slope));
       }
-      for (int64_t i = 0; i < n; ++i) inner[i] = (inner[i] - normal[i] * along) * rstd;
       round_and_store(inner, n, x.dtype, static_cast<char*>(dx.data) + row * n * size_of(x.dtype),
                       scratch.narrow);
-      for (int64_t i = 0; i < n; ++i) other[i] = grad[i] * normal[i];
-      weight_sums.add(row, other);
+      weight_sums.add(row, grad, normal);
       bias_sums.add(row, grad);
     }
   });
@@ -291,12 +310,15 @@ void norm_backward(const NormGrad& from, const Output& dx, float* weight_partial
 
 void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane) {
   const int64_t n = out.cols;
-  std::vector<float> slots(static_cast<size_t>(kSlots * n), 0.0f);
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    add_to(slots.data() + tile % kSlots * n, partials + tile * n, n);
+  for (int64_t set = 0; set < out.rows; ++set) {
+    std::vector<float> slots(static_cast<size_t>(kSlots * n), 0.0f);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      add_to(slots.data() + tile % kSlots * n, partials + (set * tiles + tile) * n, n);
+    }
+    fold(slots.data(), kSlots, n);
+    void* to = static_cast<char*>(out.data) + set * n * size_of(out.dtype);
+    with_float(out.dtype, [&](auto type) { narrow_run<decltype(type)>(slots.data(), n, to); });
   }
-  fold(slots.data(), kSlots, n);
-  with_float(out.dtype, [&](auto type) { narrow_run<decltype(type)>(slots.data(), n, out.data); });
 }
 
 TED_END_VARIANT

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
   if (is_noop(noop)) return;
   using W = Words<bf16_t>;
   uint32_t largest = 0u;
-  for_each_norm_row<kCentered, kVectors>(
+  for_each_norm_row<kCentered, kVectors, false>(
       x, make_stats, false, memory,
       [&](int64_t, int, const TeamRow<kVectors>& made) {
 #pragma unroll

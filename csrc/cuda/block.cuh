@@ -16,7 +16,11 @@ struct BlockOutput {
   float* col_scale;
   ScaleRule rule;
   const float* noop;
-  unsigned ahead = 0u;  // 1-D, in memory: a block brings into L2 what the block of so many numbers later loads
+  // For 1-D scales, of block_output.
+  bool whole = false;  // tiles inside of a bf16 matrix are block_1d_whole.cuh's
+  uint32_t eps_bits = 0u;
+  int64_t row_pitch = 0;  // of the scales
+  int64_t col_pitch = 0;
 };
 
 void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_line_scale(float* scales, int64_t block, i
   if (line < pitch) scales[block * pitch + line] = line < lines ? 1.0f / scale : 0.0f;
 }
 
-template <typename T, typename F>
+template <typename T, typename F, bool kWhole>
 __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                                 const BlockOutput& out) {
   const int lane = threadIdx.x % 32;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const Til
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float row_scale = __shfl_sync(kFullWarp, scale, (lane & 16) | i);
-    store_patch_row(out.row_data, row + i, col, inside, encode_patch_row<T, F>(patch, i, row_scale));
+    store_patch_row<kWhole>(out.row_data, row + i, col, inside, encode_patch_row<T, F>(patch, i, row_scale));
   }
 }
 
@@ -128,8 +128,9 @@ __device__ __forceinline__ void stage_column_plane(const Patch<T>& patch, const 
   }
 }
 
-// Both planes of a tile. The stage is written after a barrier, when every thread has what it held before.
-template <typename T, typename F>
+// Both planes of a tile; kWhole: one that is wholly inside, of planes whose rows are aligned. The stage is written
+// after a barrier, when every thread has what it held before.
+template <typename T, typename F, bool kWhole>
 __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                               const BlockOutput& out, ColumnExchange<T>& exchange,
                                               ByteStage& stage) {
@@ -139,12 +140,12 @@ __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TileP
     __syncthreads();
     make_column_scales<T, F>(exchange, tile, out);  // half of the threads, while the others go on
   }
-  if (out.row_data.data != nullptr) write_row_plane<T, F>(patch, tile, inside, out);
+  if (out.row_data.data != nullptr) write_row_plane<T, F, kWhole>(patch, tile, inside, out);
   if (!columns) return;
   __syncthreads();
   stage_column_plane<T, F>(patch, exchange, stage);
   __syncthreads();
-  stage.flush(out.col_data, tile.col, tile.row, inside);
+  stage.template flush<kWhole>(out.col_data, tile.col, tile.row, inside);
 }
 
 }  // namespace

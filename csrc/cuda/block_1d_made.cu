@@ -1,5 +1,5 @@
 // Blockwise fp8 with 1x128 scales of a matrix that is made on the fly.
-#include "block_1d.cuh"
+#include "block_1d_whole.cuh"
 #include "norm_rows.cuh"
 #include "source.cuh"
 
@@ -7,7 +7,7 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <typename F>
+template <typename F, bool kWhole>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     block_1d_made_kernel(const __grid_constant__ Made x, BlockOutput out) {
   extern __shared__ uint4 memory[];
@@ -16,8 +16,12 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   const bool columns = out.col_data.data != nullptr;
   for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-                       quantize_tile<bf16_t, F>(patch, tile, inside, out, exchange,
-                                                *static_cast<ByteStage*>(made_stage(memory)));
+                       auto& stage = *static_cast<ByteStage*>(made_stage(memory));
+                       if constexpr (kWhole) {
+                         quantize_whole_tile<F>(patch, tile, out, exchange, stage);
+                       } else {
+                         quantize_tile<bf16_t, F, false>(patch, tile, inside, out, exchange, stage);
+                       }
                      });
 }
 
@@ -30,7 +34,9 @@ void launch_block_1d_made(const Source& x, Fp8 format, const BlockOutput& out, L
     return launch_block_1d_rows(made, x.make_stats, out, lane);
   }
   if (launch_block_1d_patches(made, out, lane)) return;
-  launch_made("block_1d_made_kernel", block_1d_made_kernel<E4M3>, made, lane, out);
+  const auto kernel =
+      out.whole && made.is_whole() ? block_1d_made_kernel<E4M3, true> : block_1d_made_kernel<E4M3, false>;
+  launch_made("block_1d_made_kernel", kernel, made, lane, out);
 }
 
 }  // namespace cuda

@@ -2,10 +2,11 @@
 // amax on the device (current scaling). bf16 moves 3 bytes an element for one plane, 4 for row and column
 // plane together.
 //
-// Two kernels. Row plane of a contiguous tensor: one stream of 16-byte loads, persistent blocks. Everything
-// else (a transposed plane, strides, odd pointers): tiles of 128 x 128. Both walk the tensor from its end,
-// where the amax pass stopped and L2 still holds the input.
+// Row plane of a contiguous tensor: one stream of 16-byte loads, persistent blocks. Everything else (a transposed
+// plane, strides, odd pointers): tiles of 128 x 128. Both walk the tensor from its end, where the amax pass stopped and
+// L2 still holds the input.
 #include "cast.cuh"
+#include "whole_tile.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -101,16 +102,30 @@ __global__ void __launch_bounds__(FlatConfig::kThreads, FlatConfig::kBlocksPerSm
 // ---------------------------------------------------------------------------------------------- tiles
 template <typename T, typename F>
 __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<T>)
-    cast_tile_kernel(TileInput<T> x, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
+    cast_tile_kernel(TileInput<T> x, TileRegion region, ByteMatrix row_out, ByteMatrix col_out, CastScale from) {
   __shared__ alignas(16) ByteStage stage;
   __shared__ uint32_t maxima[TileConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
-  const TilePlace tile = tile_place(gridDim.x - 1 - blockIdx.x, x.cols);
+  const TilePlace tile = tile_place(region, gridDim.x - 1 - blockIdx.x);
   const bool inside = tile_inside(tile, x.rows, x.cols);
   Patch<T> patch;
   load_patch(x, tile.row + threadIdx.x / 16 * 8, tile.col + threadIdx.x % 16 * 8, inside, patch);
   write_tile<T, F>(patch, tensor_scale<F>(from), tile, inside, row_out, col_out, stage);
   if (from.seen != nullptr) record_amax<T, TileConfig::kThreads>(from, max_of_patch(patch, 0u), maxima);
+}
+
+template <typename F>
+__global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm<bf16_t>)
+    cast_whole_kernel(TileInput<bf16_t> x, TileRegion region, unsigned ahead, ByteMatrix row_out, ByteMatrix col_out,
+                      CastScale from) {
+  __shared__ alignas(16) ByteStage stage;
+  __shared__ uint32_t maxima[TileConfig::kThreads / 32];
+  if (is_noop(from.noop)) return;
+  Patch<bf16_t> patch;
+  const TilePlace tile = load_whole_tile<SquareTile>(x, region, gridDim.x - 1 - blockIdx.x, ahead, true,
+                                                     threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, patch);
+  write_tile<bf16_t, F, true>(patch, tensor_scale<F>(from), tile, true, row_out, col_out, stage);
+  if (from.seen != nullptr) record_amax<bf16_t, TileConfig::kThreads>(from, max_of_patch(patch, 0u), maxima);
 }
 
 // ---------------------------------------------------------------------------------------------- launch
@@ -124,25 +139,24 @@ void launch_flat(const Input& x, uint8_t* row, const CastScale& from, Lane lane)
          static_cast<const T*>(x.data), count, row, from);
 }
 
-template <typename T, typename F>
-void launch_cast_tiles(const Input& x, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+void launch_cast_tiles(const Input& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
+  const ByteMatrix row_out = byte_matrix(row, x.rows, x.cols, 8);
+  const ByteMatrix col_out = byte_matrix(col, x.cols, x.rows, 16);
+  const auto kernel_for = [](auto input, auto fp8) {
+    return cast_tile_kernel<TypeOf<decltype(input)>, TypeOf<decltype(fp8)>>;
+  };
+  const auto whole_for = [](auto fp8) { return cast_whole_kernel<TypeOf<decltype(fp8)>>; };
   // An empty tensor still has a scale_inv: one block, which finds nothing else to do.
-  const int blocks = grid_size(larger(1, tile_count(x.rows, x.cols)));
-  launch("cast_tile_kernel", cast_tile_kernel<T, F>, blocks, TileConfig::kThreads, lane, tile_input<T>(x),
-         byte_matrix(row, x.rows, x.cols, 8), byte_matrix(col, x.cols, x.rows, 16), from);
+  launch_tiles<SquareTile>("cast_tile_kernel", kernel_for, whole_for, x, format,
+                           row_out.is_whole() && col_out.is_whole(), 1, lane, row_out, col_out, from);
 }
 
 void launch_cast(const Input& x, Fp8 format, uint8_t* row, uint8_t* col, const CastScale& from, Lane lane) {
   const bool contiguous = x.rows <= 1 || x.stride == x.cols;
   const bool flat = col == nullptr && row != nullptr && contiguous && aligned(x.data, 16) && aligned(row, 8);
+  if (!flat) return launch_cast_tiles(x, format, row, col, from, lane);
   dispatch_cast(x.dtype, format, [&](auto input, auto fp8) {
-    using T = TypeOf<decltype(input)>;
-    using F = TypeOf<decltype(fp8)>;
-    if (flat) {
-      launch_flat<T, F>(x, row, from, lane);
-    } else {
-      launch_cast_tiles<T, F>(x, row, col, from, lane);
-    }
+    launch_flat<TypeOf<decltype(input)>, TypeOf<decltype(fp8)>>(x, row, from, lane);
   });
 }
 

@@ -14,11 +14,12 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   __shared__ uint32_t maxima[PatchConfig::kThreads / 32];
   const float scale = tensor_scale<F>(from);
   uint32_t word = 0u;
-  for_each_patch<kWay>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
+  for_each_patch<kWay, SquareTile>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
                        [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                          if (from.seen != nullptr) word = max_of_patch(patch, word);
-                         write_tile<bf16_t, F>(patch, scale, tile, inside, row_out, col_out,
-                                               *static_cast<ByteStage*>(work_area<kWay>(memory)));
+                         write_tile<bf16_t, F, WayConfig<kWay>::kWhole>(
+                             patch, scale, tile, inside, row_out, col_out,
+                             *static_cast<ByteStage*>(work_area<kWay>(memory)));
                        });
   record_amax<bf16_t, PatchConfig::kThreads>(from, word, maxima);
 }
@@ -34,10 +35,13 @@ bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, c
   };
   // Results of activations are E4M3, but for rare recipes; gradients and what is summed up are both.
   const bool e4m3 = format == Fp8::kE4M3;
-  switch (way_of(x)) {
+  switch (way_of(x, row_out.is_whole() && col_out.is_whole())) {
     case Way::kNorm:
       return start(WayTag<Way::kNorm>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kNorm>
                                             : cast_patches_kernel<E5M2, Way::kNorm>);
+    case Way::kWholeNorm:
+      return start(WayTag<Way::kWholeNorm>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kWholeNorm>
+                                            : cast_patches_kernel<E5M2, Way::kWholeNorm>);
     case Way::kActivation:
       return e4m3 && start(WayTag<Way::kActivation>{}, cast_patches_kernel<E4M3, Way::kActivation>);
     case Way::kGated: return e4m3 && start(WayTag<Way::kGated>{}, cast_patches_kernel<E4M3, Way::kGated>);
@@ -47,7 +51,7 @@ bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, c
     case Way::kPaired:
       return start(WayTag<Way::kPaired>{}, e4m3 ? cast_patches_kernel<E4M3, Way::kPaired>
                                             : cast_patches_kernel<E5M2, Way::kPaired>);
-    case Way::kNone: break;
+    default: break;
   }
   return false;
 }

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
   const float scale = tensor_scale<F>(from);
   const int rank = RowTeam::rank();
   uint32_t word = 0u;
-  for_each_norm_row<kCentered, 8>(
+  for_each_norm_row<kCentered, 8, false>(
       x, make_stats, true, memory,
       [&](int64_t row, int, const TeamRow<8>& made) {
         uint8_t* to = out + row * x.cols + 8 * rank;

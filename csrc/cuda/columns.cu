@@ -1,5 +1,5 @@
 // The sum over the partial column sums of all tiles: 32 slots take every 32nd tile in turn, then fold. Blocks
-// take 32 columns, so that a warp reads neighbours and writes nothing twice.
+// take 32 columns of one set of sums, so that a warp reads neighbours and writes nothing twice.
 #include "columns.cuh"
 #include "common.cuh"
 
@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(kSlots * 32)
   const int slot = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  partials += blockIdx.y * tiles * cols;
   float total = 0.0f;
   for (int64_t tile = slot; tile < tiles && col < cols; tile += kSlots) total += partials[tile * cols + col];
   slots[slot][lane] = total;
@@ -24,8 +25,9 @@ __global__ void __launch_bounds__(kSlots * 32)
   float v = slots[lane][slot];
 #pragma unroll
   for (int half = kSlots / 2; half > 0; half /= 2) v += __shfl_xor_sync(kFullWarp, v, half);
-  const int64_t mine = static_cast<int64_t>(blockIdx.x) * 32 + slot;
-  if (lane != 0 || mine >= cols) return;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + slot;
+  if (lane != 0 || column >= cols) return;
+  const int64_t mine = blockIdx.y * cols + column;
   switch (dtype) {
     case Float::kF32: static_cast<float*>(out)[mine] = v; break;
     case Float::kF16: static_cast<fp16_t*>(out)[mine] = to_fp16(v); break;
@@ -37,8 +39,9 @@ __global__ void __launch_bounds__(kSlots * 32)
 
 void reduce_partials(const float* partials, int64_t tiles, const Output& out, Lane lane) {
   check::reduction(partials, tiles, out);
-  if (out.cols == 0) return;
-  reduce_partials_kernel<<<grid_size(ceil_div(out.cols, 32)), kSlots * 32, 0, stream_of(lane)>>>(
+  if (out.cols == 0 || out.rows == 0) return;
+  const dim3 blocks(static_cast<unsigned>(grid_size(ceil_div(out.cols, 32))), static_cast<unsigned>(out.rows));
+  reduce_partials_kernel<<<blocks, kSlots * 32, 0, stream_of(lane)>>>(
       partials, tiles, out.cols, out.dtype, out.data);
   check_launch("reduce_partials_kernel");
 }

@@ -15,5 +15,15 @@ __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool the
                : "memory");
 }
 
+// The same where there is one.
+__device__ __forceinline__ void copy_async(uint4* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+
+// Until all of the thread's copies are there.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 }  // namespace cuda
 }  // namespace te_dist

@@ -35,6 +35,8 @@ struct Made {
   __host__ __device__ bool activated() const {
     return kind == Produce::kActivation || kind == Produce::kActivationGrad;
   }
+  // It consists of whole tiles.
+  bool is_whole() const { return rows % 128 == 0 && cols % 128 == 0; }
   __host__ __device__ bool paired() const { return kind == Produce::kActivationGrad && gated; }
 };
 

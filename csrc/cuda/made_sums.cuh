@@ -8,18 +8,6 @@
 namespace te_dist {
 namespace cuda {
 
-// Row i of a thread's patch lies 256 vectors behind row i - 1.
-__device__ __forceinline__ void take_patch(const uint4* mine, Patch<bf16_t>& patch) {
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    const uint4 v = mine[i * TileConfig::kThreads];
-    patch.word[i][0] = v.x;
-    patch.word[i][1] = v.y;
-    patch.word[i][2] = v.z;
-    patch.word[i][3] = v.w;
-  }
-}
-
 // The patch's share of the column sums, then all of the tile's. Begins with a barrier.
 __device__ __forceinline__ void store_column_sums(const Made& x, const Patch<bf16_t>& patch, const TilePlace& tile,
                                                   int patch_row, int patch_col, GroupSums& sums) {

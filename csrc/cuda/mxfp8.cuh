@@ -2,7 +2,7 @@
 // both from one read. bf16 moves about 4 bytes an element for both planes.
 //
 // A warp holds 32 rows x 64 columns as 4 x 8 patches of 8 x 8, so blocks of both directions meet in shuffles.
-// The block's 128 x 128 tile owns 128 x 4 row scales and 4 x 128 column scales, padding included.
+// A block of threads' tile owns the scales of its rows and columns, padding included.
 #pragma once
 
 #include "../numerics/e8m0.h"
@@ -18,6 +18,9 @@ struct MxOutput {
   uint8_t* col_scale;
   bool two_d;
   const float* noop;
+  bool whole;  // tiles inside of a bf16 matrix are mxfp8_whole.cuh's
+  int64_t row_pitch;  // of the scales
+  int64_t col_pitch;
 };
 
 struct Made;
@@ -30,12 +33,6 @@ namespace {
 
 struct MxConfig {
   static constexpr int kBlock = 32;
-  static constexpr int kBlocks = TileConfig::kTile / kBlock;  // scales of a tile along a blocked dimension
-};
-
-struct MxScales {
-  alignas(4) uint8_t row[TileConfig::kTile][MxConfig::kBlocks];
-  alignas(4) uint8_t col[MxConfig::kBlocks][TileConfig::kTile];
 };
 
 // Where a thread's patch lies in the tile.
@@ -44,11 +41,35 @@ struct MxPlace {
   int col;
 };
 
-__device__ __forceinline__ MxPlace mx_place() {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  return MxPlace{warp / 2 * 32 + lane / 8 * 8, warp % 2 * 64 + lane % 8 * 8};
-}
+// The tiles of a block of threads. A warp holds 32 rows and 64 columns of either.
+struct MxSquare {
+  static constexpr int kRows = 128;
+  static constexpr int kCols = 128;
+
+  static __device__ __forceinline__ MxPlace place() {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    return MxPlace{warp / 2 * 32 + lane / 8 * 8, warp % 2 * 64 + lane % 8 * 8};
+  }
+};
+
+// Longer pieces of rows: memory likes them better.
+struct MxWide {
+  static constexpr int kRows = 32;
+  static constexpr int kCols = 512;
+
+  static __device__ __forceinline__ MxPlace place() {
+    const int lane = threadIdx.x % 32;
+    return MxPlace{lane / 8 * 8, static_cast<int>(threadIdx.x) / 32 * 64 + lane % 8 * 8};
+  }
+};
+
+// The scales of a tile, 128 words for each plane.
+template <typename Shape>
+struct MxScales {
+  alignas(4) uint8_t row[Shape::kRows][Shape::kCols / MxConfig::kBlock];
+  alignas(4) uint8_t col[Shape::kRows / MxConfig::kBlock][Shape::kCols];
+};
 
 __device__ __forceinline__ uint32_t max_with_lane(uint32_t raw, int distance) {
   return max(raw, __shfl_xor_sync(kFullWarp, raw, distance));
@@ -135,10 +156,10 @@ __device__ __forceinline__ TwoCodes column_codes(const Patch<T>& patch) {
   return TwoCodes(code(0), code(1));
 }
 
-template <typename T, typename F>
+template <typename T, typename F, bool kWhole>
 __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
-                                                const MxOutput& out, uint8_t square, MxScales& scales) {
-  const MxPlace at = mx_place();
+                                                const MxOutput& out, uint8_t square, MxScales<MxSquare>& scales) {
+  const MxPlace at = MxSquare::place();
   const TwoCodes codes = out.two_d ? TwoCodes(square, square) : row_codes<T, F>(patch);
   const int mine = static_cast<int>(threadIdx.x % 4) * 2;
 #pragma unroll
@@ -146,20 +167,20 @@ __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const Til
     const int block = at.col / MxConfig::kBlock;
     const bool padding = tile.row + at.row + mine + k >= out.row_data.rows ||
                          tile.col + block * MxConfig::kBlock >= out.row_data.cols;
-    scales.row[at.row + mine + k][block] = inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
+    scales.row[at.row + mine + k][block] = kWhole || inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
   }
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
-    store_patch_row(out.row_data, tile.row + at.row + i, tile.col + at.col, inside,
+    store_patch_row<kWhole>(out.row_data, tile.row + at.row + i, tile.col + at.col, inside,
                     encode_patch_row<T, F>(patch, i, codes.template factor_of<1>(i)));
   }
 }
 
-template <typename T, typename F>
+template <typename T, typename F, bool kWhole>
 __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
-                                                   const MxOutput& out, uint8_t square, MxScales& scales) {
+                                                   const MxOutput& out, uint8_t square, MxScales<MxSquare>& scales) {
   constexpr int kPatch = TileConfig::kPatch;
-  const MxPlace at = mx_place();
+  const MxPlace at = MxSquare::place();
   const TwoCodes codes = out.two_d ? TwoCodes(square, square) : column_codes<T, F>(patch);
   const int mine = static_cast<int>(threadIdx.x / 8 % 4) * 2;
 #pragma unroll
@@ -167,7 +188,7 @@ __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const 
     const int block = at.row / MxConfig::kBlock;
     const bool padding = tile.row + block * MxConfig::kBlock >= out.col_data.rows ||
                          tile.col + at.col + mine + k >= out.col_data.cols;
-    scales.col[block][at.col + mine + k] = inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
+    scales.col[block][at.col + mine + k] = kWhole || inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
   }
   float factor[kPatch];
 #pragma unroll
@@ -175,7 +196,7 @@ __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const 
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
     const auto scaled = [&](int j) { return patch.value(i, j) * factor[j]; };
-    store_patch_row(out.col_data, tile.row + at.row + i, tile.col + at.col, inside,
+    store_patch_row<kWhole>(out.col_data, tile.row + at.row + i, tile.col + at.col, inside,
                     make_uint2(encode_four<F>(scaled(0), scaled(1), scaled(2), scaled(3)),
                                encode_four<F>(scaled(4), scaled(5), scaled(6), scaled(7))));
   }
@@ -183,29 +204,35 @@ __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const 
 
 // One word of scales per thread: the lower half of the block writes the row plane's, the upper half the
 // column's.
-__device__ __forceinline__ void flush_scales(const MxScales& scales, const TilePlace& tile,
+template <typename Shape>
+__device__ __forceinline__ void flush_scales(const MxScales<Shape>& scales, const TilePlace& tile,
                                              const MxOutput& out) {
-  const int at = threadIdx.x % TileConfig::kTile;
-  if (threadIdx.x < TileConfig::kTile) {
+  const int at = static_cast<int>(threadIdx.x) % 128;
+  if (threadIdx.x < 128) {
     if (out.row_data.data == nullptr) return;
-    const int64_t pitch = round_up(ceil_div(out.row_data.cols, MxConfig::kBlock), 4);
-    store_scale_word(out.row_scale + (tile.row + at) * pitch + tile.col / MxConfig::kBlock,
-                     *reinterpret_cast<const uint32_t*>(scales.row[at]));
+    constexpr int kWords = Shape::kCols / MxConfig::kBlock / 4;  // of a row
+    const int row = at / kWords;
+    const int col = at % kWords * 4;
+    store_scale_word(out.row_scale + (tile.row + row) * out.row_pitch + tile.col / MxConfig::kBlock + col,
+                     *reinterpret_cast<const uint32_t*>(&scales.row[row][col]));
   } else {
     if (out.col_data.data == nullptr) return;
-    const int64_t pitch = round_up(out.col_data.cols, TileConfig::kTile);
-    store_scale_word(out.col_scale + (tile.row / MxConfig::kBlock + at / 32) * pitch + tile.col + at % 32 * 4,
-                     *reinterpret_cast<const uint32_t*>(&scales.col[at / 32][at % 32 * 4]));
+    constexpr int kWords = Shape::kCols / 4;
+    const int row = at / kWords;
+    const int col = at % kWords * 4;
+    store_scale_word(out.col_scale + (tile.row / MxConfig::kBlock + row) * out.col_pitch + tile.col + col,
+                     *reinterpret_cast<const uint32_t*>(&scales.col[row][col]));
   }
 }
 
-// Both planes of a tile. The scales are written before its barrier and read behind it.
-template <typename T, typename F>
+// Both planes of a tile; kWhole: one that is wholly inside, of planes whose rows are aligned. The scales are written
+// before its barrier and read behind it.
+template <typename T, typename F, bool kWhole>
 __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TilePlace& tile, bool inside,
-                                              const MxOutput& out, MxScales& scales) {
+                                              const MxOutput& out, MxScales<MxSquare>& scales) {
   const uint8_t square = out.two_d ? square_code<T, F>(patch) : 0;
-  if (out.row_data.data != nullptr) write_row_plane<T, F>(patch, tile, inside, out, square, scales);
-  if (out.col_data.data != nullptr) write_column_plane<T, F>(patch, tile, inside, out, square, scales);
+  if (out.row_data.data != nullptr) write_row_plane<T, F, kWhole>(patch, tile, inside, out, square, scales);
+  if (out.col_data.data != nullptr) write_column_plane<T, F, kWhole>(patch, tile, inside, out, square, scales);
   __syncthreads();
   flush_scales(scales, tile, out);
 }

@@ -1,5 +1,5 @@
 // MXFP8, 1x32, of a matrix that is made on the fly.
-#include "mxfp8.cuh"
+#include "mxfp8_whole.cuh"
 #include "norm_rows.cuh"
 #include "source.cuh"
 
@@ -7,16 +7,20 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <typename F>
+template <typename F, bool kWhole>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     mxfp8_made_kernel(const __grid_constant__ Made x, MxOutput out) {
   extern __shared__ uint4 memory[];
-  __shared__ MxScales scales;
+  __shared__ MxScales<MxSquare> scales;
   if (is_noop(out.noop)) return;
-  const MxPlace at = mx_place();
+  const MxPlace at = MxSquare::place();
   for_each_made_tile(x, false, at.row, at.col, true, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-                       quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
+                       if constexpr (kWhole) {
+                         quantize_whole_tile<F>(patch, tile, out, scales);
+                       } else {
+                         quantize_tile<bf16_t, F, false>(patch, tile, inside, out, scales);
+                       }
                      });
 }
 
@@ -29,7 +33,8 @@ void launch_mxfp8_made(const Source& x, Fp8 format, const MxOutput& out, Lane la
     return launch_mxfp8_rows(made, x.make_stats, out, lane);
   }
   if (launch_mxfp8_patches(made, out, lane)) return;
-  launch_made("mxfp8_made_kernel", mxfp8_made_kernel<E4M3>, made, lane, out);
+  const auto kernel = out.whole && made.is_whole() ? mxfp8_made_kernel<E4M3, true> : mxfp8_made_kernel<E4M3, false>;
+  launch_made("mxfp8_made_kernel", kernel, made, lane, out);
 }
 
 }  // namespace cuda

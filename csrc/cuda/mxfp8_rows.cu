@@ -1,10 +1,32 @@
 // MXFP8, 1x32, of a norm's result, row plane alone: 3 bytes an element.
-#include "mxfp8.cuh"
+#include "mxfp8_whole.cuh"
 #include "norm_rows.cuh"
 
 namespace te_dist {
 namespace cuda {
 namespace {
+
+// PowerScaler is not for infinities. In blocks that have some, or NaNs, the powers are 2^-127 and 2^-128; here values
+// become 2^-8 times as large and powers 2^8 times, but infinities the largest finite value, which saturates then.
+__device__ __forceinline__ void prepare_special(TeamRow<8>& made, CodePair& codes) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const bool special = codes.power_of_row(i) < 0x00800000u;
+    uint4& v = made.vector[i];
+    for (uint32_t* word : {&v.x, &v.y, &v.z, &v.w}) {
+      const uint32_t bounded = bounded_pair(*word);
+      const uint32_t changed = bounded ^ *word;
+      uint32_t smaller;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(*word), "r"(0x3B803B80u));
+      const uint32_t mask = ((changed & 0xFFFFu) != 0u ? 0xFFFFu : 0u) | (changed >> 16 != 0u ? 0xFFFF0000u : 0u);
+      if (special) *word = (bounded & mask) | (smaller & ~mask);
+    }
+  }
+  const uint32_t low = codes.powers & 0xFFFFu;
+  const uint32_t high = codes.powers >> 16;
+  const auto larger = [](uint32_t power) { return power == 0x0040u ? 0x0400u : power == 0x0020u ? 0x0380u : power; };
+  codes.powers = larger(low) | (larger(high) << 16);
+}
 
 template <typename F, bool kCentered>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<8>)
@@ -13,26 +35,28 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
   if (is_noop(out.noop)) return;
   const int rank = RowTeam::rank();
   const int cols = static_cast<int>(x.cols);
-  const int pitch = static_cast<int>(round_up(ceil_div(x.cols, MxConfig::kBlock), 4));
-  for_each_norm_row<kCentered, 8>(
+  const int pitch = static_cast<int>(out.row_pitch);
+  for_each_norm_row<kCentered, 8, false>(
       x, make_stats, false, memory,
-      [&](int64_t row, int, const TeamRow<8>& made) {
-        uint32_t raw[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) raw[i] = largest_of_eight(made.vector[i]);
-        uint32_t largest[2];
-        max_over_quad<1, 2>(raw, largest, [](uint32_t a, uint32_t b) { return max(a, b); });
-        const TwoCodes codes(code_of_raw<bf16_t, F>(largest[0]), code_of_raw<bf16_t, F>(largest[1]));
+      [&](int64_t row, int, TeamRow<8>& made) {
+        uint32_t maxima[4];
+        maxima_of_rows([&](int i) { return made.vector[i]; }, maxima);
+        const bool special = __any_sync(kFullWarp, !all_finite(maxima));
+        CodePair mine = CodePair::of<F>(magnitudes(quad_maximum<1>(maxima)));
         uint8_t* scales = out.row_scale + row * pitch;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int at = 32 * (2 * (rank % 4) + k) + rank / 4;
-          if (at < pitch) scales[at] = at * MxConfig::kBlock < cols ? static_cast<uint8_t>(codes.code[k]) : 0;
+          if (at < pitch) scales[at] = at * MxConfig::kBlock < cols ? static_cast<uint8_t>(mine.code[k]) : 0;
         }
+        if (special) prepare_special(made, mine);
+        const PowerScaler scaler;
         uint8_t* to = out.row_data.data + row * out.row_data.cols + 8 * rank;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const uint2 bytes = encode_eight<F>(made.vector[i], codes.factor_of<1>(i));
+          const uint4& v = made.vector[i];
+          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+          const uint2 bytes = scaler.encode_eight<F>(words, mine.power_of_row(i));
           if (1024 * i + 8 * rank < cols) store_bulk(reinterpret_cast<uint2*>(to + 1024 * i), bytes);
         }
       },

@@ -25,20 +25,21 @@ __device__ __forceinline__ void load_inner(const NormGradTask& task, int64_t row
                                            float (&inner)[8]) {
   to_floats(load_eight(task.x.at_row(row, task.stride), col), task.x.dtype, normal);
   to_floats(load_eight(task.grad.at_row(row, task.grad_stride), col), task.x.dtype, grad);
+  const float shift = stats.shift(task.mean != nullptr);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    normal[j] = (normal[j] - stats.mean) * stats.rstd;
+    normal[j] = fused_multiply_add(normal[j], stats.rstd, shift);
     inner[j] = grad[j] * gain[j];
   }
 }
 
-// sums [2, M]: the means of inner * normalized x and of inner.
+// sums [2, M]: the means of inner * normalized x and of inner, times rstd.
 __global__ void __launch_bounds__(SumsConfig::kThreads)
     norm_grad_sums_kernel(const __grid_constant__ NormGradTask task, float* sums) {
   __shared__ float scratch[SumsConfig::kTeams * RowTeam::kScratch];
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
   RowTeam team(scratch, number);
-  const float count = static_cast<float>(task.x.cols);
+  const RowCount count(task.x.cols);
   const int64_t step = static_cast<int64_t>(gridDim.x) * SumsConfig::kTeams;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * SumsConfig::kTeams + number; row < task.rows; row += step) {
     const RowStats stats = stats_of(task, row);
@@ -54,15 +55,15 @@ __global__ void __launch_bounds__(SumsConfig::kThreads)
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (col + j >= task.x.cols) continue;
-        along[j] += inner[j] * normal[j];
+        along[j] = fused_multiply_add(inner[j], normal[j], along[j]);
         total[j] += inner[j];
       }
     }
     const float along_sum = team.sum(along);
     const float total_sum = team.sum(total);
     if (RowTeam::rank() != 0) continue;
-    sums[row] = __fdiv_rn(along_sum, count);
-    sums[task.rows + row] = task.mean != nullptr ? __fdiv_rn(total_sum, count) : 0.0f;
+    sums[row] = count.divide(along_sum) * stats.rstd;
+    sums[task.rows + row] = task.mean != nullptr ? count.divide(total_sum) * stats.rstd : -0.0f;
   }
 }
 
@@ -96,8 +97,8 @@ __global__ void __launch_bounds__(TileConfig::kThreads)
     load_inner(task, row, col, stats, gain, grad, normal, inner);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      inner[j] = ((inner[j] - offset) - normal[j] * along) * stats.rstd;
-      weight_sum[j] += grad[j] * normal[j];
+      inner[j] = fused_multiply_add(inner[j], stats.rstd, -fused_multiply_add(normal[j], along, offset));
+      weight_sum[j] = fused_multiply_add(grad[j], normal[j], weight_sum[j]);
       bias_sum[j] += grad[j];
     }
     store_eight(task.dx.at_row(row, task.x.cols), col, to_eight(inner, task.x.dtype));

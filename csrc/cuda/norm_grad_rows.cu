@@ -22,14 +22,16 @@ struct RowsConfig {
   static constexpr int kShortColumns = 4096;  // rows up to here: a longer ring
 };
 
-// A row of up to 16 KB.
-__device__ __forceinline__ void copy_row(unsigned to, const void* from, int bytes) {
+// The thread's part of a row of up to 16 KB; kFull: of 16 KB.
+template <bool kFull>
+__device__ __forceinline__ void copy_row(unsigned to, const bf16_t* from, int bytes) {
+  const int at = static_cast<int>(threadIdx.x) * 16;
+  const char* source = reinterpret_cast<const char*>(from) + at;
 #pragma unroll
   for (int span = 0; span < 2; ++span) {
-    const int at = static_cast<int>(threadIdx.x) * 16 + span * RowsConfig::kSpan;
-    if (at < bytes) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at),
-                   "l"(static_cast<const char*>(from) + at)
+    if (kFull || at + span * RowsConfig::kSpan < bytes) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at + span * RowsConfig::kSpan),
+                   "l"(source + span * RowsConfig::kSpan)
                    : "memory");
     }
   }
@@ -80,7 +82,8 @@ __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2
   }
 }
 
-template <int kRing, bool kCentered>
+// kFull: rows have kMostColumns.
+template <int kRing, bool kCentered, bool kFull>
 __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(RowsConfig::kThreads, 1)
     norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
   constexpr int kPairs = RowsConfig::kPairs;
@@ -89,16 +92,18 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
   extern __shared__ uint4 memory[];
   __shared__ float scratch[RowBlock::kScratch];
   __shared__ RowStats row_stats[2][kRows];  // of this tile and of the next
-  const int cols = static_cast<int>(task.x.cols);
+  const int cols = kFull ? RowsConfig::kMostColumns : static_cast<int>(task.x.cols);
   const int row_bytes = 2 * cols;
   const char* ring = reinterpret_cast<const char*>(memory);
   auto* saved = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kRing * 2 * row_bytes);
   const int member = cluster_member();
-  const int64_t first_tile = blockIdx.x / RowsConfig::kCluster;
-  const int64_t step = gridDim.x / RowsConfig::kCluster;
-  const int tiles = static_cast<int>((ceil_div(task.rows, 128) - first_tile + step - 1) / step);
+  // Rows fit 32 bits (launch_norm_grad_rows).
+  const int rows = static_cast<int>(task.rows);
+  const int first_tile = static_cast<int>(blockIdx.x) / RowsConfig::kCluster;
+  const int step = static_cast<int>(gridDim.x) / RowsConfig::kCluster;
+  const int tiles = ((rows + 127) / 128 - first_tile + step - 1) / step;
   const int thread = static_cast<int>(threadIdx.x);
-  const float count = static_cast<float>(cols);
+  const RowCount count(cols);
   const bool with_bias = task.bias_partials != nullptr;
 
   // Row i of this block in its tile t: group `member` first, then the group that folds with it. They ascend.
@@ -110,18 +115,18 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
   // Row i, which may be one of the next tile, into a slot of the ring.
   const auto fetch = [&](int t, int i, int slot) {
     t += i / kRows;
-    const int64_t row = row_of(t, i % kRows);
-    if (t < tiles && row < task.rows) {
+    const int row = row_of(t, i % kRows);
+    if (t < tiles && row < rows) {
       const unsigned to = ring_address + slot * 2 * row_bytes;
-      copy_row(to, static_cast<const bf16_t*>(task.x.data) + row * task.stride, row_bytes);
-      copy_row(to + row_bytes, static_cast<const bf16_t*>(task.grad.data) + row * task.grad_stride, row_bytes);
+      copy_row<kFull>(to, static_cast<const bf16_t*>(task.x.data) + row * task.stride, row_bytes);
+      copy_row<kFull>(to + row_bytes, static_cast<const bf16_t*>(task.grad.data) + row * task.grad_stride, row_bytes);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   const auto load_stats = [&](int t) {
     if (thread >= kRows || t >= tiles) return;
-    const int64_t row = row_of(t, thread);
-    if (row < task.rows) row_stats[t % 2][thread] = RowStats{kCentered ? task.mean[row] : 0.0f, task.rstd[row]};
+    const int row = row_of(t, thread);
+    if (row < rows) row_stats[t % 2][thread] = RowStats{kCentered ? task.mean[row] : 0.0f, task.rstd[row]};
   };
 #pragma unroll 1
   for (int i = 0; i < kRing; ++i) fetch(0, i, i);
@@ -153,10 +158,10 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
           weight_sum[p] = bias_sum[p] = make_float2(0.0f, 0.0f);
         }
       }
-      const int64_t row = row_of(t, i);
-      if (row >= task.rows) continue;  // and so are all that follow
+      const int row = row_of(t, i);
+      if (row >= rows) continue;  // and so are all that follow
       const float rstd = row_stats[t % 2][i].rstd;
-      const float mean = row_stats[t % 2][i].mean;
+      const float shift = row_stats[t % 2][i].shift(kCentered);
       const auto* x = reinterpret_cast<const uint32_t*>(ring + slot * 2 * row_bytes) + thread;
       const auto* grad = reinterpret_cast<const uint32_t*>(ring + (slot * 2 + 1) * row_bytes) + thread;
       float2 normal[kPairs];
@@ -166,41 +171,42 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
       // Behind the row's end gain and gradient are zero, and add zeros; their column sums go nowhere.
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
-        const bool there = 1024 * p + 2 * thread < cols;
+        const bool there = kFull || 1024 * p + 2 * thread < cols;
         grad_word[p] = there ? grad[p * kThreads] : 0u;
         const float2 xs = pair_of(there ? x[p * kThreads] : 0u);
         const float2 dy = pair_of(grad_word[p]);
-        normal[p] = kCentered ? make_float2((xs.x - mean) * rstd, (xs.y - mean) * rstd)
-                              : make_float2(xs.x * rstd, xs.y * rstd);
+        normal[p] = fma_pair(xs, rstd, shift);
         const float2 scaled = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
         if (kCentered) inner = make_float2(inner.x + scaled.x, inner.y + scaled.y);
-        along = make_float2(along.x + scaled.x * normal[p].x, along.y + scaled.y * normal[p].y);
-        weight_sum[p] = make_float2(weight_sum[p].x + dy.x * normal[p].x, weight_sum[p].y + dy.y * normal[p].y);
-        if (with_bias) bias_sum[p] = make_float2(bias_sum[p].x + dy.x, bias_sum[p].y + dy.y);
+        along = fma_pair(scaled, normal[p], along);
+        weight_sum[p] = fma_pair(dy, normal[p], weight_sum[p]);
+        // Of a LayerNorm in any case: a choice costs more than the sum.
+        if (kCentered || with_bias) bias_sum[p] = make_float2(bias_sum[p].x + dy.x, bias_sum[p].y + dy.y);
       }
       // The next row is to be there when all have passed the barrier of the sums; then nobody reads this one any
       // more.
       wait_but<kRing - 2>();
       float slope;
-      float offset = 0.0f;
+      float offset = -0.0f;
       if (kCentered) {
-        const float2 sums = RowBlock::sum(along, inner, scratch, i % 2 * 2);
-        slope = __fdiv_rn(sums.x, count);
-        offset = __fdiv_rn(sums.y, count);
+        const float2 means = RowBlock::sum(along, inner, scratch, i % 2 * 2,
+                                           [&](float sum) { return count.divide(sum) * rstd; });
+        slope = means.x;
+        offset = means.y;
       } else {
-        slope = __fdiv_rn(RowBlock::sum(along, scratch, i % 2), count);
+        slope = count.divide(RowBlock::sum(along, scratch, i % 2)) * rstd;
       }
       fetch(t, i + kRing, slot);
       slot = slot + 1 == kRing ? 0 : slot + 1;
-      auto* to =
-          reinterpret_cast<uint32_t*>(static_cast<bf16_t*>(const_cast<void*>(task.dx.data)) + row * cols) + thread;
+      bf16_t* dx = static_cast<bf16_t*>(const_cast<void*>(task.dx.data)) + static_cast<int64_t>(row) * cols;
+      auto* to = reinterpret_cast<uint32_t*>(dx) + thread;
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         const float2 dy = pair_of(grad_word[p]);
-        float2 v = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
-        if (kCentered) v = make_float2(v.x - offset, v.y - offset);
-        v = make_float2((v.x - normal[p].x * slope) * rstd, (v.y - normal[p].y * slope) * rstd);
-        if (1024 * p + 2 * thread < cols) store_bulk(to + p * kThreads, pack_bf16(v.x, v.y));
+        const float2 taken = fma_pair(normal[p], slope, offset);
+        const float2 v = make_float2(fused_multiply_add(dy.x * gain[p].x, rstd, -taken.x),
+                                     fused_multiply_add(dy.y * gain[p].y, rstd, -taken.y));
+        if (kFull || 1024 * p + 2 * thread < cols) store_bulk(to + p * kThreads, pack_bf16(v.x, v.y));
       }
     }
 
@@ -239,12 +245,12 @@ int64_t resident_clusters(Kernel kernel, int bytes) {
   return larger(1, clusters);
 }
 
-template <int kRing, bool kCentered>
+template <int kRing, bool kCentered, bool kFull>
 void launch(const NormGradTask& task, Lane lane) {
   const int sets = task.bias_partials != nullptr ? 2 : 1;
   const int bytes =
       kRing * 4 * static_cast<int>(task.x.cols) + sets * RowsConfig::kSums * static_cast<int>(sizeof(float2));
-  const auto kernel = norm_grad_rows_kernel<kRing, kCentered>;
+  const auto kernel = norm_grad_rows_kernel<kRing, kCentered, kFull>;
   // For the longest rows, whatever this call's: a graph may hold a launch that needs it.
   constexpr int kColumns = kRing == 3 ? RowsConfig::kMostColumns : RowsConfig::kShortColumns;
   constexpr int kMostBytes = kRing * 4 * kColumns + 2 * RowsConfig::kSums * static_cast<int>(sizeof(float2));
@@ -261,11 +267,14 @@ void launch(const NormGradTask& task, Lane lane) {
 bool launch_norm_grad_rows(const NormGradTask& task, Lane lane) {
   const bool vectors = task.x.vector && task.grad.vector && task.dx.vector && task.x.cols % 8 == 0;
   if (task.x.dtype != Float::kBF16 || !vectors || task.x.cols > RowsConfig::kMostColumns) return false;
+  if (task.rows > 0x7FFF0000) return false;
   const bool centered = task.mean != nullptr;
-  if (task.x.cols > RowsConfig::kShortColumns) {
-    centered ? launch<3, true>(task, lane) : launch<3, false>(task, lane);
+  if (task.x.cols == RowsConfig::kMostColumns) {
+    centered ? launch<3, true, true>(task, lane) : launch<3, false, true>(task, lane);
+  } else if (task.x.cols > RowsConfig::kShortColumns) {
+    centered ? launch<3, true, false>(task, lane) : launch<3, false, false>(task, lane);
   } else {
-    centered ? launch<6, true>(task, lane) : launch<6, false>(task, lane);
+    centered ? launch<6, true, false>(task, lane) : launch<6, false, false>(task, lane);
   }
   return true;
 }

@@ -42,6 +42,7 @@ struct SharedVector {
 template <bool kCentered, int kVectors>
 __device__ __forceinline__ void make_norm_row(const SharedVector& gains, const SharedVector& biases,
                                               const RowStats& stats, TeamRow<kVectors>& held) {
+  const float shift = stats.shift(kCentered);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = RowTeam::kThreads * i + RowTeam::rank();
@@ -49,27 +50,27 @@ __device__ __forceinline__ void make_norm_row(const SharedVector& gains, const S
     float gain[8];
     unpack_eight<bf16_t>(held.vector[i], v);
     gains.take(at, gain);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = (kCentered ? v[j] - stats.mean : v[j]) * stats.rstd * gain[j];
     if (kCentered) {
       float bias[8];
       biases.take(at, bias);
+      apply_norm(v, stats.rstd, shift, gain, bias);
+    } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] += bias[j];
+      for (int j = 0; j < 8; ++j) v[j] = v[j] * stats.rstd * gain[j];
     }
     held.vector[i] = pack_eight_bf16(v);
   }
 }
 
 // consume(row, i, made row) for the team's rows, i of four, and after(first row) after the four. backwards: starts
-// with the last rows, which L2 may still hold.
-template <bool kCentered, int kVectors, typename Consume, typename After>
+// with the last rows, which L2 may still hold. kFull: rows have all of kVectors, which saves comparisons.
+template <bool kCentered, int kVectors, bool kFull, typename Consume, typename After>
 __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats, bool backwards, float4* memory,
                                                   const Consume& consume, const After& after) {
   __shared__ float scratch[NormRowsConfig::kTeams * RowTeam::kScratch];
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
-  const int vectors = static_cast<int>(x.cols / 8);
   constexpr int kAll = kVectors * RowTeam::kThreads;
+  const int vectors = kFull ? kAll : static_cast<int>(x.cols / 8);
   const SharedVector gains{memory, memory + kAll};
   const SharedVector biases{memory + 2 * kAll, memory + 3 * kAll};
   for (int at = static_cast<int>(threadIdx.x); at < kAll; at += NormRowsConfig::kThreads) {
@@ -82,14 +83,16 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
   }
   __syncthreads();
   RowTeam team(scratch, number);
-  const int64_t fours = ceil_div(x.rows, NormRowsConfig::kRows);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * NormRowsConfig::kTeams;
+  // Rows fit 32 bits (check::fused), and registers are short.
+  const int rows = static_cast<int>(x.rows);
+  const int fours = (rows + NormRowsConfig::kRows - 1) / NormRowsConfig::kRows;
+  const int step = static_cast<int>(gridDim.x) * NormRowsConfig::kTeams;
 #pragma unroll 1
-  for (int64_t four = static_cast<int64_t>(blockIdx.x) * NormRowsConfig::kTeams + number; four < fours; four += step) {
-    const int64_t first = (backwards ? fours - 1 - four : four) * NormRowsConfig::kRows;
+  for (int four = static_cast<int>(blockIdx.x) * NormRowsConfig::kTeams + number; four < fours; four += step) {
+    const int first = (backwards ? fours - 1 - four : four) * NormRowsConfig::kRows;
 #pragma unroll 1
-    for (int i = 0; i < NormRowsConfig::kRows && first + i < x.rows; ++i) {
-      const int64_t row = first + i;
+    for (int i = 0; i < NormRowsConfig::kRows && first + i < rows; ++i) {
+      const int row = first + i;
       const auto* from = reinterpret_cast<const uint4*>(x.data + row * x.stride);
       TeamRow<kVectors> held;
       held.load(from, 0, vectors);

@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvConfig::kWarpsPerSm * 32
   if (row.data.data != nullptr) flush_scales(shared.row_scales, row, row0, col0 / kBlock);
   if (!columns) return;
   const bool inside = col0 + Tile::kCols <= col.data.rows && row0 + NvConfig::kRows <= 2 * col.data.cols;
-  shared.codes.flush(col.data, col0, row0 / 2, inside);
+  shared.codes.template flush<false>(col.data, col0, row0 / 2, inside);
   flush_scales(shared.col_scales, col, col0, row0 / kBlock);
 }
 

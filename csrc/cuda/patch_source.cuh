@@ -2,12 +2,14 @@
 // whose columns are added up, and activations without a bias, whose sigmoids come from a table.
 //
 // As with a matrix in memory, a thread loads an 8 x 8 patch, and blocks that work hide the latency of those that
-// load. Norms and sums: a block takes one tile. Activations: blocks stay, for the sake of their tables.
+// load. Norms and sums: a block takes one tile. Activations: blocks stay, for the sake of their tables; with one
+// operand there is room for the next tile's in shared memory, as in tile_stream.cuh. All but one way are for matrices
+// that consist of whole tiles: few instructions, and no registers for edges.
 #pragma once
 
 #include "activation_table.cuh"
-#include "copy.cuh"
 #include "made_sums.cuh"
+#include "tile_stream.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -15,7 +17,9 @@ namespace cuda {
 enum class Way {
   kNone,
   kNorm,        // or a matrix in memory
+  kWholeNorm,   // the same of whole tiles, as all that follow
   kActivation,  // not gated
+  kStreamed,    // the same, with the next tile on its way to shared memory
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
   kPaired,      // SwiGLU's gradient, two tiles at a time
@@ -34,19 +38,25 @@ struct PatchConfig {
 
 template <Way kWay>
 struct WayConfig {
-  static constexpr bool kTabled = kWay != Way::kNorm;
+  static constexpr bool kTabled = kWay != Way::kNorm && kWay != Way::kWholeNorm;
+  static constexpr bool kWhole = kWay != Way::kNorm;
+  static constexpr bool kStreamed = kWay == Way::kStreamed;
+  static constexpr bool kSums = kWay != Way::kActivation && kWay != Way::kStreamed && kWay != Way::kGated;
   // Operands besides the first one.
   static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kWay == Way::kSlope ? 1 : 0;
-  static constexpr int kBlocksPerSm = 4 - kSlots;
+  static constexpr int kBlocksPerSm = 4 - kSlots - (kStreamed ? 1 : 0);
   using Table = SigmoidTable<(kSlots > 0)>;
   static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
+  static constexpr int kWorkOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
 };
 
 // ---------------------------------------------------------------------------------------------- launch
-// The way to make x; kNone: source.cuh's. Small matrices are not worth a table.
-inline Way way_of(const Made& x) {
-  if (!x.activated()) return Way::kNorm;
-  if (x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
+// The way to make x; kNone: source.cuh's. Small matrices are not worth a table. whole: where planes go, their rows are
+// aligned.
+inline Way way_of(const Made& x, bool whole, int64_t tile_cols = TileConfig::kTile) {
+  whole = whole && x.rows % TileConfig::kTile == 0 && x.cols % tile_cols == 0;
+  if (!x.activated()) return whole ? Way::kWholeNorm : Way::kNorm;
+  if (!whole || x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
   const bool silu = x.activation == Activation::kSilu;
   const bool gelu = x.activation == Activation::kGelu;
   if (x.kind == Produce::kActivationGrad) {
@@ -63,8 +73,8 @@ void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x,
   using Config = WayConfig<kWay>;
   const int least = Config::kSlots * PatchConfig::kSlotBytes;
   const int sums = x.partials != nullptr ? static_cast<int>(sizeof(GroupSums)) : 0;
-  const int bytes = Config::kTableBytes + static_cast<int>(larger(least, larger(stage_bytes, sums)));
-  if (Config::kSlots > 0) {
+  const int bytes = Config::kWorkOffset + static_cast<int>(larger(least, larger(stage_bytes, sums)));
+  if (Config::kTabled) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                "shared memory for a table");
   }
@@ -77,7 +87,7 @@ void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x,
 // The work area in a block's dynamic shared memory.
 template <Way kWay>
 __device__ __forceinline__ void* work_area(float* memory) {
-  return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes;
+  return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kWorkOffset;
 }
 
 // ---------------------------------------------------------------------------------------------- patches
@@ -100,40 +110,44 @@ __device__ __forceinline__ void load_operand(const Made& x, const bf16_t* data, 
 }
 
 // What a norm makes of a patch of its operand.
-__device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, Patch<bf16_t>& patch) {
-  float gain[8];
+__device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, bool inside, const float (&gain)[8],
+                                          Patch<bf16_t>& patch) {
   float bias[8];
   // Eight neighbouring lanes share their rows: each fetches the statistics of one. Past L1, they are new.
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const bool there = row + lane % 8 < x.rows;
-  const float mean = there && x.centered ? __ldcg(x.mean + row + lane % 8) : 0.0f;
-  const float rstd = there ? __ldcg(x.rstd + row + lane % 8) : 0.0f;
-  load_gain<true>(x.weight, x.zero_centered, col, gain);
+  const bool there = inside || row + lane % 8 < x.rows;
+  const RowStats mine{there && x.centered ? __ldcg(x.mean + row + lane % 8) : 0.0f,
+                      there ? __ldcg(x.rstd + row + lane % 8) : 0.0f};
   if (!x.centered && x.bias.data == nullptr) {
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
-      const float row_rstd = __shfl_sync(kFullWarp, rstd, (lane & 24) | i);
+      const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {  // zeros stay zeros
         patch.word[i][j / 2] =
-            pack_bf16(patch.value(i, j) * row_rstd * gain[j], patch.value(i, j + 1) * row_rstd * gain[j + 1]);
+            pack_bf16(patch.value(i, j) * rstd * gain[j], patch.value(i, j + 1) * rstd * gain[j + 1]);
       }
     }
     return;
   }
   load_vector<true>(x.bias, col, kNoBias, bias);
+  const float shift_of_mine = mine.shift(x.centered);
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
-    const int source = (lane & 24) | i;
-    const RowStats stats{__shfl_sync(kFullWarp, mean, source), __shfl_sync(kFullWarp, rstd, source)};
+    const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
+    const float shift = __shfl_sync(kFullWarp, shift_of_mine, i, 8);
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = patch.value(i, j);
-    apply_norm(v, stats, gain, bias);
+    apply_norm(v, rstd, shift, gain, bias);
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {  // a row outside of the matrix is zero, whatever the bias
-      patch.word[i][j / 2] = row + i < x.rows && col < x.cols ? pack_bf16(v[j], v[j + 1]) : 0u;
-    }
+    for (int j = 0; j < 8; j += 2) patch.word[i][j / 2] = pack_bf16(v[j], v[j + 1]);
+  }
+  if (inside) return;
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {  // a row outside of the matrix is zero, whatever the bias
+#pragma unroll
+    for (int w = 0; w < 4; ++w) patch.word[i][w] = row + i < x.rows && col < x.cols ? patch.word[i][w] : 0u;
   }
 }
 
@@ -155,16 +169,6 @@ __device__ __forceinline__ void make_activation(const Table& table, Patch<bf16_t
 }
 
 // A second operand waits in shared memory, where a thread finds row i of its patch 256 vectors behind row i - 1.
-__device__ __forceinline__ void copy_operand(const Made& x, const bf16_t* data, int64_t stride, int64_t row,
-                                             int64_t col, uint4* mine) {
-  const bf16_t* from = data + row * stride + col;
-  const int live = col < x.cols ? static_cast<int>(min(x.rows - row, int64_t{TileConfig::kPatch})) : 0;
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    copy_async(mine + i * PatchConfig::kThreads, i < live ? from + i * stride : data, i < live);
-  }
-}
-
 // patch <- combine(value, sigmoid of it, value of the second operand).
 template <typename Table, typename Combine>
 __device__ __forceinline__ void make_of_two(const Table& table, const uint4* mine, Patch<bf16_t>& patch,
@@ -252,73 +256,95 @@ static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band
 
 // ---------------------------------------------------------------------------------------------- tiles
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
-// (patch_row, patch_col). memory: the block's dynamic shared memory. backwards: starts with the last tile, which
+// (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
+// memory. backwards: starts with the last tile, which
 // L2 may still hold.
-template <Way kWay, typename Consume>
+template <Way kWay, typename Shape, typename Consume>
 __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
                                                float* memory, const Consume& consume) {
   const auto finish = [&](Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-    if (kWay != Way::kActivation && kWay != Way::kGated && x.partials != nullptr) {
+    if (Shape::kRows == TileConfig::kTile && WayConfig<kWay>::kSums && x.partials != nullptr) {
       store_column_sums(x, patch, tile, patch_row, patch_col, *static_cast<GroupSums*>(work_area<kWay>(memory)));
       __syncthreads();
     }
-    if (kWay == Way::kNorm) forget_unpacked(patch);
+    if (!WayConfig<kWay>::kTabled) forget_unpacked(patch);
     consume(patch, tile, inside);
   };
-  if constexpr (kWay == Way::kNorm) {
+  constexpr bool kWhole = WayConfig<kWay>::kWhole;
+  // As many tiles of any shape: what is whole has whole bands of 128 rows.
+  const TileRegion region{0, 0, x.order.bands * (TileConfig::kTile / Shape::kRows),
+                          x.order.across / (Shape::kCols / TileConfig::kTile)};
+  if constexpr (!WayConfig<kWay>::kTabled) {
     TilePlace tile;
     unsigned band = 0u;
     if (x.order.counters != nullptr) {
       const BandPiece piece = band_piece(x.order, blockIdx.x);
       if (piece.stats) return make_band_stats(x, piece.band, piece.index);
       band = piece.band;
-      tile = TilePlace{static_cast<int64_t>(band) * TileConfig::kTile,
-                       static_cast<int64_t>(piece.index) * TileConfig::kTile};
+      tile = tile_place<Shape>(region, band * x.order.across + piece.index);
     } else {
-      tile = tile_place(backwards ? x.pieces - 1 - blockIdx.x : blockIdx.x, x.cols);
+      tile = tile_place<Shape>(region, backwards ? x.pieces - 1 - blockIdx.x : blockIdx.x);
     }
-    const bool inside = tile_inside(tile, x.rows, x.cols);
+    const bool inside = kWhole || tile_inside(tile, x.rows, x.cols);
     Patch<bf16_t> patch;
     load_operand(x, x.data, x.stride, tile.row + patch_row, tile.col + patch_col, inside, patch);
+    float gain[8];
+    if (x.kind == Produce::kNorm) load_gain<true>(x.weight, x.zero_centered, tile.col + patch_col, gain);
     if (x.order.counters != nullptr) wait_for_band(x.order, band);
-    if (x.kind == Produce::kNorm) make_norm(x, tile.row + patch_row, tile.col + patch_col, patch);
-    return finish(patch, tile, inside);
+    if (x.kind == Produce::kNorm) make_norm(x, tile.row + patch_row, tile.col + patch_col, inside, gain, patch);
+    finish(patch, tile, inside);
   } else {
+    const TileWalk walk{region, gridDim.x / region.across, gridDim.x % region.across, backwards};
     const auto table = WayConfig<kWay>::Table::fill(memory, x.activation);
     __syncthreads();
+    if constexpr (WayConfig<kWay>::kStreamed) {
+      const TileInput<bf16_t> input{x.data, x.rows, x.cols, x.stride, true};
+      auto* ring = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes);
+      for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring,
+                             [&](Patch<bf16_t>& patch, const TilePlace& tile) {
+                               make_activation(table, patch);
+                               __syncthreads();  // see below
+                               finish(patch, tile, true);
+                             });
+      return;
+    }
+    TileCursor cursor(walk);
 #pragma unroll 1
-    for (unsigned piece = blockIdx.x; piece < x.pieces; piece += gridDim.x) {
-      const TilePlace tile = tile_place(backwards ? x.pieces - 1 - piece : piece, x.cols);
-      const bool inside = tile_inside(tile, x.rows, x.cols);
+    for (; cursor.there(walk); cursor.next(walk)) {
+      const TilePlace tile = cursor.template place<Shape>(walk);
       const int64_t row = tile.row + patch_row;
       const int64_t col = tile.col + patch_col;
       Patch<bf16_t> patch;
       uint4* mine = static_cast<uint4*>(work_area<kWay>(memory)) + threadIdx.x;
-      if constexpr (kWay == Way::kGated) copy_operand(x, x.data + x.cols, x.stride, row, col, mine);
+      const bf16_t* second = x.data + row * x.stride + col + x.cols;
+      if constexpr (kWay == Way::kGated) fetch_patch(second, x.stride, mine);
       if constexpr (kWay == Way::kSlope || kWay == Way::kPaired) {
-        copy_operand(x, x.grad, x.grad_stride, row, col, mine);
+        fetch_patch(x.grad + row * x.grad_stride + col, x.grad_stride, mine);
       }
-      if constexpr (kWay == Way::kPaired) {
-        copy_operand(x, x.data + x.cols, x.stride, row, col, mine + PatchConfig::kSlot);
-      }
-      load_operand(x, x.data, x.stride, row, col, inside, patch);
-      if constexpr (WayConfig<kWay>::kSlots > 0) asm volatile("cp.async.wait_all;" ::: "memory");
+      if constexpr (kWay == Way::kPaired) fetch_patch(second, x.stride, mine + PatchConfig::kSlot);
+      load_operand(x, x.data, x.stride, row, col, true, patch);
+      if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
       if constexpr (kWay == Way::kActivation) make_activation(table, patch);
       if constexpr (kWay == Way::kGated) {
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
       }
       if constexpr (kWay == Way::kSlope) make_of_two(table, mine, patch, gelu_gradient);
       if constexpr (kWay == Way::kPaired) make_pair(table, mine, mine + PatchConfig::kSlot, patch);
+      if constexpr (kWay == Way::kPaired) {  // two blocks do not hide what they wait for
+        TileCursor later = cursor;
+        later.next(walk);
+        if (later.there(walk)) prefetch_tile<Shape>(x.data, x.stride, later.template place<Shape>(walk));
+      }
       // Until all have read what they shared. Here, because it also keeps the compiler from mixing both halves of
       // the work, for which there are not registers enough.
       __syncthreads();
-      finish(patch, tile, inside);
+      finish(patch, tile, true);
       if constexpr (kWay == Way::kPaired) {
         __syncthreads();
         take_patch(mine + PatchConfig::kSlot, patch);
-        finish(patch, TilePlace{tile.row, tile.col + x.cols}, inside);
+        finish(patch, TilePlace{tile.row, tile.col + x.cols}, true);
       }
-      if constexpr (WayConfig<kWay>::kSlots > 0) __syncthreads();
+      __syncthreads();
     }
   }
 }

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(StatsConfig::kThreads)
   if (is_noop(noop)) return;
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
   RowTeam team(scratch, number);
-  const float count = static_cast<float>(x.cols);
+  const RowCount count(x.cols);
   const int64_t step = static_cast<int64_t>(gridDim.x) * StatsConfig::kTeams;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * StatsConfig::kTeams + number; row < rows; row += step) {
     const RowView from = x.at_row(row, stride);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(StatsConfig::kThreads)
         to_floats(load_eight(from, col), x.dtype, v);
         add_eight(total, v);
       }
-      centre = __fdiv_rn(team.sum(total), count);
+      centre = count.divide(team.sum(total));
     }
     float squares[8] = {};
     for (int64_t col = 8 * RowTeam::rank(); col < x.cols; col += 1024) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(StatsConfig::kThreads)
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float centred = v[j] - centre;
-        if (col + j < x.cols) squares[j] += centred * centred;
+        if (col + j < x.cols) squares[j] = fused_multiply_add(centred, centred, squares[j]);
       }
     }
     const float result = reciprocal_deviation(team.sum(squares), count, eps);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void make_row(const ProduceTask& task, const ProduceC
   if (task.kind == Produce::kPlain) return;
   if (task.kind == Produce::kNorm) {
     const RowStats stats{task.mean != nullptr ? task.mean[row] : 0.0f, task.rstd[row]};
-    return apply_norm(v, stats, columns.gain, columns.bias);
+    return apply_norm(v, stats.rstd, stats.shift(task.mean != nullptr), columns.gain, columns.bias);
   }
   add_eight(v, columns.bias);
   if (task.gated) {

@@ -33,7 +33,7 @@ template <Way kWay>
 __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlocksPerSm)
     produce_patches_kernel(const __grid_constant__ Made x, bf16_t* out) {
   extern __shared__ __align__(16) float table[];
-  for_each_patch<kWay>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, table,
+  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, table,
                        [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
                          store_patch(x, patch, tile, out);
                        });

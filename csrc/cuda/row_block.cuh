@@ -32,22 +32,44 @@ struct RowBlock {
     __syncthreads();
     return fold_vectors(scratch);
   }
-  // Two sums at once; turn: 0 or 2.
-  static __device__ __forceinline__ float2 sum(float2 first, float2 second, float* scratch, int turn) {
+  // Two sums at once, and what finish makes of each; turn: 0 or 2. Lanes first halve what they still care about.
+  template <typename Finish>
+  static __device__ __forceinline__ float2 sum(float2 first, float2 second, float* scratch, int turn,
+                                               const Finish& finish) {
     scratch += 128 * turn;
-    first = fold_pairs(first);
-    second = fold_pairs(second);
-    if (threadIdx.x % 4 == 0) {
-      scratch[threadIdx.x / 4] = first.x + first.y;
-      scratch[128 + threadIdx.x / 4] = second.x + second.y;
-    }
+    const bool later = (threadIdx.x & 2u) != 0u;  // has the second one
+    const bool odd = (threadIdx.x & 1u) != 0u;
+    float2 v = later ? second : first;
+    const float2 other = later ? first : second;
+    v.x += __shfl_xor_sync(kFullWarp, other.x, 2);
+    v.y += __shfl_xor_sync(kFullWarp, other.y, 2);
+    float one = (odd ? v.y : v.x) + __shfl_xor_sync(kFullWarp, odd ? v.x : v.y, 1);
+    one += __shfl_xor_sync(kFullWarp, one, 1);
+    if (!odd) scratch[(later ? 128 : 0) + threadIdx.x / 4] = one;
     __syncthreads();
-    return make_float2(fold_vectors(scratch), fold_vectors(scratch + 128));
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const auto column = [&](const float* s) { return (s[lane] + s[64 + lane]) + (s[32 + lane] + s[96 + lane]); };
+    const float a = column(scratch);
+    const float b = column(scratch + 128);
+    const bool upper = lane >= 16;  // has the second one
+    one = (upper ? b : a) + __shfl_xor_sync(kFullWarp, upper ? a : b, 16);
+#pragma unroll
+    for (int half = 8; half > 0; half /= 2) one += __shfl_xor_sync(kFullWarp, one, half);
+    one = finish(one);
+    const float rest = __shfl_xor_sync(kFullWarp, one, 16);
+    return upper ? make_float2(rest, one) : make_float2(one, rest);
   }
 };
 
 __device__ __forceinline__ float2 pair_of(uint32_t word) {
   return make_float2(Words<bf16_t>::element(word, 0), Words<bf16_t>::element(word, 1));
+}
+
+__device__ __forceinline__ float2 fma_pair(float2 a, float2 b, float2 c) {
+  return make_float2(fused_multiply_add(a.x, b.x, c.x), fused_multiply_add(a.y, b.y, c.y));
+}
+__device__ __forceinline__ float2 fma_pair(float2 a, float b, float c) {
+  return fma_pair(a, make_float2(b, b), make_float2(c, c));
 }
 
 // Two neighbours of a vector along K; `none` behind its end or where there is no vector.

@@ -40,6 +40,9 @@ struct ByteMatrix {
   int64_t rows;
   int64_t cols;
   bool vector;
+
+  // Tiles inside of it are written by vectors, or it is not to be written.
+  __host__ __device__ bool is_whole() const { return vector || data == nullptr; }
 };
 
 inline ByteMatrix byte_matrix(uint8_t* data, int64_t rows, int64_t cols, int store) {
@@ -50,19 +53,30 @@ inline int64_t tile_count(int64_t rows, int64_t cols) {
   return ceil_div(rows, TileConfig::kTile) * ceil_div(cols, TileConfig::kTile);
 }
 
-// One block of threads per tile of x. kernel_for(input, fp8): the kernel for these types, given as Tags; it
-// takes (TileInput, Output).
-template <typename KernelFor, typename Output>
-void launch_tiles(const char* name, const KernelFor& kernel_for, const Input& x, Fp8 format,
-                  const Output& out, Lane lane) {
-  const int blocks = grid_size(tile_count(x.rows, x.cols));
-  dispatch_cast(x.dtype, format, [&](auto input, auto fp8) {
-    using T = TypeOf<decltype(input)>;
-    launch(name, kernel_for(input, fp8), blocks, TileConfig::kThreads, lane, tile_input<T>(x), out);
-  });
+// Tiles of a matrix, from a corner on. They are numbered along K first, so that blocks that run together share rows.
+struct TileRegion {
+  int64_t row;
+  int64_t col;
+  unsigned down;
+  unsigned across;
+
+  __host__ __device__ unsigned tiles() const { return down * across; }
+};
+
+struct SquareTile {
+  static constexpr int kRows = TileConfig::kTile;
+  static constexpr int kCols = TileConfig::kTile;
+};
+
+template <typename Shape = SquareTile>
+TileRegion tile_region(int64_t row, int64_t col, int64_t rows, int64_t cols) {
+  const int64_t down = ceil_div(rows, Shape::kRows);
+  const int64_t across = ceil_div(cols, Shape::kCols);
+  grid_size(down * across);  // checks
+  return TileRegion{row, col, static_cast<unsigned>(down), static_cast<unsigned>(across)};
 }
 
-// Where a block works. Tiles are numbered along K first, so that blocks that run together share rows.
+// Where a block works.
 struct TilePlace {
   int64_t row;
   int64_t col;
@@ -73,6 +87,13 @@ __device__ __forceinline__ TilePlace tile_place(unsigned tile, int64_t cols) {
   const unsigned down = tile / across;
   return TilePlace{static_cast<int64_t>(down) * TileConfig::kTile,
                    static_cast<int64_t>(tile - down * across) * TileConfig::kTile};
+}
+
+template <typename Shape = SquareTile>
+__device__ __forceinline__ TilePlace tile_place(const TileRegion& region, unsigned tile) {
+  const unsigned down = region.across == 0u ? 0u : tile / region.across;
+  return TilePlace{region.row + static_cast<int64_t>(down) * Shape::kRows,
+                   region.col + static_cast<int64_t>(tile - down * region.across) * Shape::kCols};
 }
 
 __device__ __forceinline__ bool tile_inside(const TilePlace& tile, int64_t rows, int64_t cols) {
@@ -158,25 +179,35 @@ __device__ __forceinline__ void load_patch(const TileInput<T>& x, int64_t row, i
   }
 }
 
-// Brings a tile of 128 x 128 into L2: a line of 128 bytes per thread and step.
-template <typename T>
-__device__ __forceinline__ void prefetch_tile(const T* data, int64_t rows, int64_t cols, int64_t stride,
-                                              const TilePlace& tile) {
-  constexpr int kPerRow = TileConfig::kTile * static_cast<int>(sizeof(T)) / 128;
-  constexpr int kElements = 128 / static_cast<int>(sizeof(T));
+// A thread's patch in shared memory: row i lies 256 vectors behind row i - 1.
+__device__ __forceinline__ void take_patch(const uint4* mine, Patch<bf16_t>& patch) {
 #pragma unroll
-  for (int line = static_cast<int>(threadIdx.x); line < TileConfig::kTile * kPerRow; line += TileConfig::kThreads) {
-    const int64_t row = tile.row + line / kPerRow;
-    const int64_t col = tile.col + line % kPerRow * kElements;
-    if (row < rows && col < cols) prefetch_line(data + row * stride + col);
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    const uint4 v = mine[i * TileConfig::kThreads];
+    patch.word[i][0] = v.x;
+    patch.word[i][1] = v.y;
+    patch.word[i][2] = v.z;
+    patch.word[i][3] = v.w;
   }
 }
 
-// One row of a quantized patch, 8 bytes; out.vector means 8-byte stores.
+// Brings a tile of bf16 into L2, 128 bytes a thread.
+template <typename Shape>
+__device__ __forceinline__ void prefetch_tile(const bf16_t* data, int64_t stride, const TilePlace& tile) {
+  constexpr int kLines = Shape::kCols / 64;  // of a row
+  static_assert(kLines * Shape::kRows == TileConfig::kThreads, "a line a thread");
+  const int row = static_cast<int>(threadIdx.x) / kLines;
+  const int col = static_cast<int>(threadIdx.x) % kLines * 64;
+  prefetch_line(data + (tile.row + row) * stride + tile.col + col);
+}
+
+// One row of a quantized patch, 8 bytes; out.vector means 8-byte stores. kWhole: the tile is wholly inside, and rows
+// are aligned.
+template <bool kWhole>
 __device__ __forceinline__ void store_patch_row(const ByteMatrix& out, int64_t row, int64_t col, bool inside,
                                                 uint2 bytes) {
   uint8_t* to = out.data + row * out.cols + col;
-  if (inside && out.vector) return store_bulk(reinterpret_cast<uint2*>(to), bytes);
+  if (kWhole || (inside && out.vector)) return store_bulk(reinterpret_cast<uint2*>(to), bytes);
   if (row >= out.rows || col >= out.cols) return;
   if (out.vector) return store_bulk(reinterpret_cast<uint2*>(to), bytes);
 #pragma unroll
@@ -206,21 +237,23 @@ struct Stage {
   }
   // Writes the lines to `out` at (line0, byte0); out.vector means 16-byte stores. All threads, after a
   // barrier.
+  template <bool kWhole>
   __device__ __forceinline__ void flush(const ByteMatrix& out, int64_t line0, int64_t byte0,
                                         bool inside) const {
     constexpr int kPairs = kUnits / 2;
+    constexpr int kStep = kThreads / kPairs;  // lines at a time
+    const int line = static_cast<int>(threadIdx.x) / kPairs;
+    const int pair = static_cast<int>(threadIdx.x) % kPairs;
+    uint8_t* to = out.data + (line0 + line) * out.cols + byte0 + pair * 16;
 #pragma unroll
-    for (int k = 0; k < kLines * kPairs / kThreads; ++k) {
-      const int at = threadIdx.x + k * kThreads;
-      const int64_t line = line0 + at / kPairs;
-      const int64_t byte = byte0 + at % kPairs * 16;
-      const uint4 v = take(at / kPairs, at % kPairs);
-      uint8_t* to = out.data + line * out.cols + byte;
-      if (inside && out.vector) {
+    for (int k = 0; k < kLines / kStep; ++k) {
+      const uint4 v = take(line + k * kStep, pair);
+      if (kWhole || (inside && out.vector)) {
         store_bulk(reinterpret_cast<uint4*>(to), v);
-      } else if (line < out.rows && byte < out.cols) {
-        store_bytes(out, to, static_cast<int>(min(static_cast<int64_t>(16), out.cols - byte)), v);
+      } else if (line0 + line + k * kStep < out.rows && byte0 + pair * 16 < out.cols) {
+        store_bytes(out, to, static_cast<int>(min(static_cast<int64_t>(16), out.cols - byte0 - pair * 16)), v);
       }
+      to += kStep * out.cols;
     }
   }
 
@@ -275,8 +308,8 @@ __device__ __forceinline__ uint2 encode_patch_row(const Patch<T>& patch, int i, 
 }
 
 // Quantizes the block's tile with one scale, and writes the row plane and the transposed plane (data null:
-// not).
-template <typename T, typename F>
+// not). kWhole: the tile is wholly inside, and rows are aligned.
+template <typename T, typename F, bool kWhole>
 __device__ __forceinline__ void write_tile(const Patch<T>& patch, float scale, const TilePlace& tile,
                                            bool inside, const ByteMatrix& row_out, const ByteMatrix& col_out,
                                            ByteStage& stage) {
@@ -288,13 +321,24 @@ __device__ __forceinline__ void write_tile(const Patch<T>& patch, float scale, c
   if (row_out.data != nullptr) {
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
-      store_patch_row(row_out, tile.row + 8 * ty + i, tile.col + 8 * tx, inside, bytes[i]);
+      store_patch_row<kWhole>(row_out, tile.row + 8 * ty + i, tile.col + 8 * tx, inside, bytes[i]);
     }
   }
   if (col_out.data == nullptr) return;
   stage_transposed(stage, bytes, ty, tx);
   __syncthreads();
-  stage.flush(col_out, tile.col, tile.row, inside);
+  stage.template flush<kWhole>(col_out, tile.col, tile.row, inside);
+}
+
+template <typename T, typename F>
+__device__ __forceinline__ void write_tile(const Patch<T>& patch, float scale, const TilePlace& tile,
+                                           bool inside, const ByteMatrix& row_out, const ByteMatrix& col_out,
+                                           ByteStage& stage) {
+  if (inside && row_out.is_whole() && col_out.is_whole()) {
+    write_tile<T, F, true>(patch, scale, tile, inside, row_out, col_out, stage);
+  } else {
+    write_tile<T, F, false>(patch, scale, tile, inside, row_out, col_out, stage);
+  }
 }
 
 }  // namespace cuda

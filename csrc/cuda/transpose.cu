@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(TileConfig::kThreads)
   }
   stage_transposed(stage, rows, ty, tx);
   __syncthreads();
-  stage.flush(out, tile.col, tile.row, inside);
+  stage.template flush<false>(out, tile.col, tile.row, inside);
 }
 
 // Tiles of 128 x 128 nibbles. A thread gathers 16 nibbles of one column: 8 bytes of the result.
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(TileConfig::kThreads)
     stage.put(col, b, make_uint2(half[0], half[1]));
   }
   __syncthreads();
-  stage.flush(out, tile.col, tile.row / 2, tile_inside(tile, in.rows, 2 * in.cols));
+  stage.template flush<false>(out, tile.col, tile.row / 2, tile_inside(tile, in.rows, 2 * in.cols));
 }
 
 // One thread per group of four scales, in the order of the result.

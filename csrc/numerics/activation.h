@@ -9,14 +9,6 @@ namespace te_dist {
 // The codes that cross the Python boundary (te_dist/producers.py holds the same numbers).
 enum class Activation : int { kGelu = 0, kQuickGelu = 1, kRelu = 2, kSquaredRelu = 3, kSilu = 4 };
 
-TED_FN float fused_multiply_add(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return __builtin_fmaf(a, b, c);
-#endif
-}
-
 // 1 / x, rounded correctly, for x in [1, 2^126): what a division compiles to without the branch for the rest.
 TED_FN float reciprocal_above_one(float x) {
 #if defined(__CUDA_ARCH__)

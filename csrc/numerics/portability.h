@@ -60,4 +60,13 @@ TED_FN float float_of(uint32_t bits) {
 TED_FN constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TED_FN constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// a * b + c, rounded once.
+TED_FN float fused_multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 }  // namespace te_dist

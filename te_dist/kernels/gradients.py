@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,14 @@ def column_sums(p: Producer, dtype: torch.dtype) -> Tensor:
 
 
 def reduce_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [tiles, K] -> [K]."""
+    """float32 [..., tiles, K] -> [..., K]: of one set of sums or, in one launch, of several."""
+    *sets, tiles, cols = partials.shape
     kernel = find(partials.device, "reduce_partials")
     if kernel is None:
-        return reference_producers.reduce_partials(partials).to(dtype)
-    out = torch.empty(partials.shape[1], dtype=dtype, device=partials.device)
-    run(kernel, partials.device, pointer(partials), partials.shape[0], pointer(out), FLOAT_CODE[dtype], 1, out.shape[0])
+        flat = partials.reshape(math.prod(sets), tiles, cols)
+        return torch.stack([reference_producers.reduce_partials(one).to(dtype) for one in flat]).reshape(*sets, cols)
+    out = torch.empty((*sets, cols), dtype=dtype, device=partials.device)
+    run(kernel, partials.device, pointer(partials), tiles, pointer(out), FLOAT_CODE[dtype], math.prod(sets), cols)
     return out
 
 
@@ -43,27 +47,22 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx [M, K] of x's dtype, and the gradients of weight and bias [K] of the weight's dtype where they are wanted."""
     kernel = find(x.device, "norm_backward")
-    weight_partials: Tensor | None
-    bias_partials: Tensor | None
     if kernel is None:
-        dx, weight_partials, bias_partials = reference_producers.norm_backward(
-            grad, x, weight, mean, rstd, zero_centered=zero_centered
-        )
+        dx, *both = reference_producers.norm_backward(grad, x, weight, mean, rstd, zero_centered=zero_centered)
+        partials = torch.stack(both)[0 if weight_grad else 1 : 2 if bias_grad else 1]
     else:
         rows, cols = x.shape
         tiles = column_tiles(rows)
         dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
         partials = torch.empty((weight_grad + bias_grad, tiles, cols), dtype=torch.float32, device=x.device)
-        weight_partials = partials[0] if weight_grad else None
-        bias_partials = partials[-1] if bias_grad else None
         workspace = torch.empty((2, rows), dtype=torch.float32, device=x.device) if x.device.type == "cuda" else None
         run(
             kernel, x.device, *described(x), pointer(grad), max(grad.stride(0), cols), *vector(weight), zero_centered,
             pointer(mean), pointer(rstd), pointer(dx), FLOAT_CODE[dx.dtype], rows, cols,
-            pointer(weight_partials), pointer(bias_partials), pointer(workspace),
+            pointer(partials[0] if weight_grad else None), pointer(partials[-1] if bias_grad else None),
+            pointer(workspace),
         )  # fmt: skip
-    return (
-        dx,
-        reduce_partials(weight_partials, weight.dtype) if weight_grad and weight_partials is not None else None,
-        reduce_partials(bias_partials, weight.dtype) if bias_grad and bias_partials is not None else None,
-    )
+    if not len(partials):
+        return dx, None, None
+    sums = reduce_partials(partials, weight.dtype)
+    return dx, sums[0] if weight_grad else None, sums[-1] if bias_grad else None

@@ -1,0 +1,84 @@
+// The tiles of a bf16 matrix in memory, one after another, by blocks that stay: while a block works on a tile in its
+// registers, the next one comes to shared memory, each thread's own patch. For many tiles, and those wholly inside.
+#pragma once
+
+#include "copy.cuh"
+#include "tile.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+struct StreamConfig {
+  static constexpr int kVectors = TileConfig::kPatch * TileConfig::kThreads;  // of a tile in shared memory
+  static constexpr int kBytes = kVectors * 16;
+};
+
+// How blocks take tiles: every so manyth, counted in rows and columns of tiles, because a division costs more than
+// the rest.
+struct TileWalk {
+  TileRegion region;
+  unsigned step_down;
+  unsigned step_across;
+  bool backwards;  // starts with the last tile, which L2 may still hold
+};
+
+class TileCursor {
+ public:
+  __device__ __forceinline__ explicit TileCursor(const TileWalk& walk)
+      : at_(blockIdx.x), down_(blockIdx.x / walk.region.across), across_(blockIdx.x - down_ * walk.region.across) {}
+
+  __device__ __forceinline__ bool there(const TileWalk& walk) const { return at_ < walk.region.tiles(); }
+  __device__ __forceinline__ void next(const TileWalk& walk) {
+    at_ += gridDim.x;
+    down_ += walk.step_down;
+    across_ += walk.step_across;
+    if (across_ < walk.region.across) return;
+    across_ -= walk.region.across;
+    ++down_;
+  }
+  template <typename Shape>
+  __device__ __forceinline__ TilePlace place(const TileWalk& walk) const {
+    const unsigned down = walk.backwards ? walk.region.down - 1u - down_ : down_;
+    const unsigned across = walk.backwards ? walk.region.across - 1u - across_ : across_;
+    return TilePlace{static_cast<int64_t>(down) * Shape::kRows, static_cast<int64_t>(across) * Shape::kCols};
+  }
+
+ private:
+  unsigned at_;
+  unsigned down_;
+  unsigned across_;
+};
+
+__device__ __forceinline__ void fetch_patch(const bf16_t* from, int64_t stride, uint4* mine) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    copy_async(mine + i * TileConfig::kThreads, from);
+    from += stride;
+  }
+}
+
+// consume(patch, place) for the block's tiles. memory: of StreamConfig::kBytes.
+template <typename Shape, typename Consume>
+__device__ __forceinline__ void for_each_streamed_tile(const TileInput<bf16_t>& x, const TileWalk& walk, int patch_row,
+                                                       int patch_col, uint4* memory, const Consume& consume) {
+  uint4* mine = memory + threadIdx.x;
+  const bf16_t* corner = x.data + patch_row * x.stride + patch_col;
+  const auto fetch = [&](const TilePlace& tile) {
+    fetch_patch(corner + tile.row * x.stride + tile.col, x.stride, mine);
+  };
+  TileCursor cursor(walk);
+  if (cursor.there(walk)) fetch(cursor.template place<Shape>(walk));
+#pragma unroll 1
+  while (cursor.there(walk)) {
+    const TilePlace tile = cursor.template place<Shape>(walk);
+    Patch<bf16_t> patch;
+    wait_for_copies();
+    take_patch(mine, patch);
+    cursor.next(walk);
+    if (cursor.there(walk)) fetch(cursor.template place<Shape>(walk));
+    consume(patch, tile);
+  }
+}
+
+}  // namespace cuda
+}  // namespace te_dist

@@ -1,0 +1,129 @@
+"""Matrices of whole tiles, which kernels of their own quantize on a GPU, with few instructions: the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import (
+    PLANES,
+    QUANTIZERS,
+    assert_same_bytes,
+    assert_same_storage,
+    check_against_reference,
+    on,
+    special_values,
+)
+from test_producers import activation, gradient, matrix, norm
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.producers import NormOutput, Plain, Producer
+
+pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
+
+FORMATS = ("delayed_e4m3", "current_e4m3", "current_e5m2", "block_1d", "block_2d", "mxfp8_e4m3", "mxfp8_e5m2")
+# Whole tiles of 128 x 128 and of 32 x 512; the same with columns, and with rows, behind them.
+SHAPES = ((256, 1024), (128, 640), (300, 1100))
+
+
+def with_specials(x: Tensor, seed: int = 0) -> Tensor:
+    """Infinities, NaNs, zeros and the outermost finite values, in a few of all places."""
+    info = torch.finfo(x.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor(
+        [float("inf"), -float("inf"), float("nan"), -0.0, info.max, -info.max, info.smallest_normal / 4], dtype=x.dtype
+    )
+    chosen = torch.rand(x.shape, generator=generator) < 1 / 500
+    which = torch.randint(len(values), x.shape, generator=generator)
+    return torch.where(chosen, values[which], x)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("planes", PLANES)
+def test_special_values(name: str, planes: str, device: str) -> None:
+    for shape in SHAPES:
+        x = with_specials(matrix(*shape, torch.bfloat16))
+        check_against_reference(QUANTIZERS[name], x, planes, device, f"{name} {shape}")
+    for label, x in special_values(torch.bfloat16):
+        repeated = x.repeat(2, 4)[:256, :1024].contiguous()
+        check_against_reference(QUANTIZERS[name], repeated, planes, device, f"{name} {label}")
+
+
+def test_every_magnitude_as_the_largest_of_its_block(device: str) -> None:
+    """Every scale that a block can have, in both directions: a power of two follows from bits of the amax."""
+    every = torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16)
+    for start in range(0, 1 << 15, 512):
+        x = matrix(128, 512, torch.bfloat16) * 0
+        x[torch.arange(512) % 128, torch.arange(512)] = every[start : start + 512]
+        for name in ("block_1d", "mxfp8_e4m3", "mxfp8_e5m2"):
+            check_against_reference(QUANTIZERS[name], x, "both", device, f"{name} {start}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pointer", [0, 8, 16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:
+    base = matrix(257, 1024, torch.bfloat16).cuda().flatten()
+    x = base[pointer // 2 :][: 256 * 1024].view(256, 1024)
+    for planes in PLANES.values():
+        made = [on("cuda", QUANTIZERS[name](rowwise=planes[0], columnwise=planes[1])) for _ in range(2)]
+        assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone()), name)
+
+
+BANDS = ((1280, 1024), (1280, 2048), (896, 4096), (896, 8192), (640, 1536))
+# More tiles than blocks at once, and every number of columns whose tiles share in a norm's statistics.
+PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], ...]]] = {
+    "rms": (lambda x: norm(x, False, torch.float32), BANDS),
+    "layer": (lambda x: norm(x, True, torch.bfloat16, True), BANDS),
+    "one band": (lambda x: norm(x, True, torch.bfloat16), ((128, 1024), (256, 8192), (512, 4096))),
+    "silu": (lambda x: activation(x, "silu", False), ((2304, 4096), (256, 512))),
+    "gelu": (lambda x: activation(x, "gelu", False), ((2304, 4096),)),
+    "swiglu": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu", False), ((2304, 4096),)),
+    "dgelu": (lambda x: gradient(x, "gelu", False), ((2304, 4096),)),
+    "dswiglu": (lambda x: gradient(torch.cat([x, x.flip(0)], 1), "swiglu", False), ((2304, 4096),)),
+    "plain": (Plain, ((256, 1024),)),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("planes", ["row", "both"])
+@pytest.mark.parametrize("what", PRODUCERS)
+def test_producers(what: str, planes: str) -> None:
+    build, shapes = PRODUCERS[what]
+    rowwise, columnwise = PLANES[planes]
+    for shape in shapes:
+        x = matrix(*shape, torch.bfloat16).cuda()
+        if what not in ("rms", "layer", "one band"):
+            x = with_specials(x.cpu()).cuda()
+        for sums in (False, True):
+            theirs = build(x)
+            theirs.want_column_sums()
+            made = kernels.materialize(theirs)
+            for name in ("current_e4m3", "block_1d", "block_1d_f32", "mxfp8_e4m3"):
+                mine = build(x)
+                if sums:
+                    mine.want_column_sums()
+                quantizer = on("cuda", QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise))
+                actual = quantizer.quantize_produced(mine, mine.shape)
+                expected = on("cuda", QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise)).quantize(made)
+                label = f"{what} {shape} {name} sums {sums}"
+                assert_same_storage(actual, expected, label)
+                if sums:
+                    assert_same_bytes(mine.partials, theirs.partials, f"{label} partials")
+                if isinstance(mine, NormOutput) and isinstance(theirs, NormOutput):
+                    assert_same_bytes(mine.rstd, theirs.rstd, f"{label} rstd")
+
+
+@pytest.mark.cuda
+def test_a_norm_again_and_again() -> None:
+    """Tiles wait for statistics of other tiles: the order in which they come must not matter."""
+    x = matrix(2048, 8192, torch.bfloat16).cuda()
+    expected = None
+    for _ in range(50):
+        made = norm(x, True, torch.bfloat16)
+        stored = on("cuda", QUANTIZERS["block_1d"]()).quantize_produced(made, made.shape)
+        if expected is not None:
+            assert_same_storage(stored, expected, "again")
+        expected = stored
