@@ -76,10 +76,15 @@ def quantize_cases() -> Iterator[Case]:
             yield Case(f"{name}, {label}", moved, lambda x, q=quantizer: q.quantize(x))
 
 
-def norm(x: Tensor, layer_norm: bool, vectors: dict[int, Tensor]) -> NormOutput:
-    """`vectors` keeps weights from call to call, so that making them is not measured."""
+@functools.cache
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Made once: a call that is measured makes none."""
+    return torch.ones(shape, device="cuda", dtype=dtype)
+
+
+def norm(x: Tensor, layer_norm: bool) -> NormOutput:
     rows, cols = x.shape
-    weight = vectors.setdefault(cols, torch.ones(cols, device=x.device, dtype=torch.bfloat16))
+    weight = ones(cols, dtype=torch.bfloat16)
     stats = torch.empty(2, rows, device=x.device)
     centered = (weight, stats[0]) if layer_norm else (None, None)
     return NormOutput(x, weight, *centered, stats[1], eps=1e-5)
@@ -93,7 +98,6 @@ def with_sums(x: Tensor) -> Plain:
 
 def producer_cases() -> Iterator[Case]:
     """What a norm or an activation makes, quantized; `read` are the bytes that making it once reads per element."""
-    ones: dict[int, Tensor] = {}
     grads: dict[tuple[int, int], Tensor] = {}
 
     def grad(rows: int, cols: int) -> Tensor:
@@ -103,8 +107,8 @@ def producer_cases() -> Iterator[Case]:
         return grads[shape]
 
     producers: dict[str, tuple[Callable[[Tensor], Producer], float, bool]] = {
-        "rmsnorm": (lambda x: norm(x, False, ones), 2, False),
-        "layernorm": (lambda x: norm(x, True, ones), 2, False),
+        "rmsnorm": (lambda x: norm(x, False), 2, False),
+        "layernorm": (lambda x: norm(x, True), 2, False),
         "silu": (lambda x: ActivationOutput(x, "silu"), 2, False),
         "gelu": (lambda x: ActivationOutput(x, "gelu"), 2, False),
         "swiglu": (lambda x: ActivationOutput(x, "swiglu"), 4, True),
@@ -129,11 +133,15 @@ def producer_cases() -> Iterator[Case]:
 
     def backward(x: Tensor, layer_norm: bool) -> object:
         rows, cols = x.shape
-        weight = ones.setdefault(cols, torch.ones(cols, device=x.device, dtype=torch.bfloat16))
-        stats = torch.ones(rows, device=x.device)
-        mean = stats if layer_norm else None
+        stats = ones(rows)
         return kernels.norm_backward(
-            grad(rows, cols), x, weight, mean, stats, zero_centered=False, bias_grad=layer_norm
+            grad(rows, cols),
+            x,
+            ones(cols, dtype=torch.bfloat16),
+            stats if layer_norm else None,
+            stats,
+            zero_centered=False,
+            bias_grad=layer_norm,
         )
 
     yield Case("rmsnorm gradient", 6, lambda x: backward(x, False))
