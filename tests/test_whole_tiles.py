@@ -18,6 +18,7 @@ from cases import (
 from test_producers import activation, gradient, matrix, norm
 from torch import Tensor
 
+import te_dist
 from te_dist import kernels
 from te_dist.producers import NormOutput, Plain, Producer
 
@@ -114,6 +115,33 @@ def test_producers(what: str, planes: str) -> None:
                     assert_same_bytes(mine.partials, theirs.partials, f"{label} partials")
                 if isinstance(mine, NormOutput) and isinstance(theirs, NormOutput):
                     assert_same_bytes(mine.rstd, theirs.rstd, f"{label} rstd")
+
+
+@pytest.mark.parametrize("cols", [512, 1000, 8192])
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("planes", ["row", "both"])
+def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int, device: str) -> None:
+    """Infinities and NaNs in one block, from gains; a row too large for finite statistics; a constant row."""
+    x = matrix(128, cols, torch.bfloat16)
+    x[5], x[6] = 2.0**123, 3.0
+    weight = matrix(1, cols, torch.bfloat16, 1)[0]
+    weight[7], weight[9], weight[40], weight[-1] = float("inf"), float("nan"), -float("inf"), float("nan")
+    rowwise, columnwise = PLANES[planes]
+
+    def build(where: str) -> NormOutput:
+        stats = torch.empty(2, 128, device=where)
+        bias = torch.zeros(cols, dtype=torch.bfloat16, device=where) if layer_norm else None
+        mean = stats[0] if layer_norm else None
+        return NormOutput(x.to(where), weight.to(where), bias, mean, stats[1], eps=1e-5)
+
+    with te_dist.use_backend("reference"):
+        made = kernels.materialize(build("cpu"))
+    for name in ("current_e4m3", "block_1d", "block_1d_f32", "mxfp8_e4m3"):
+        quantizers = [on(where, QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise)) for where in (device, "cpu")]
+        actual = quantizers[0].quantize_produced(build(device), made.shape)
+        with te_dist.use_backend("reference"):
+            expected = quantizers[1].quantize(made)
+        assert_same_storage(actual, expected, name)
 
 
 @pytest.mark.cuda

@@ -23,24 +23,28 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
                               });
 }
 
-template <Way kWay, typename Shape>
+template <Way kWay, typename Shape = MxSquare>
 bool start(const Made& x, const MxOutput& out, Lane lane) {
   launch_way<kWay>("mxfp8_patches_kernel", mxfp8_patches_kernel<E4M3, kWay, Shape>, 0, x, lane, out);
   return true;
 }
 
+// In wide tiles where they fit; column sums need square ones.
+template <Way kWay>
+bool start_whole(const Made& x, const MxOutput& out, Lane lane) {
+  const bool wide = x.partials == nullptr && x.cols % MxWide::kCols == 0;
+  return wide ? start<kWay, MxWide>(x, out, lane) : start<kWay>(x, out, lane);
+}
+
 }  // namespace
 
 bool launch_mxfp8_patches(const Made& x, const MxOutput& out, Lane lane) {
-  const bool sums = x.partials != nullptr;
-  switch (way_of(x, out.whole, sums ? MxSquare::kCols : MxWide::kCols)) {
-    case Way::kNorm: return start<Way::kNorm, MxSquare>(x, out, lane);
-    case Way::kWholeNorm:
-      return sums ? start<Way::kWholeNorm, MxSquare>(x, out, lane) : start<Way::kWholeNorm, MxWide>(x, out, lane);
-    case Way::kActivation: return start<Way::kStreamed, MxWide>(x, out, lane);
-    case Way::kGated: return start<Way::kGated, MxWide>(x, out, lane);
-    case Way::kSlope:
-      return sums ? start<Way::kSlope, MxSquare>(x, out, lane) : start<Way::kSlope, MxWide>(x, out, lane);
+  switch (way_of(x, out.whole)) {
+    case Way::kNorm: return start<Way::kNorm>(x, out, lane);
+    case Way::kWholeNorm: return start_whole<Way::kWholeNorm>(x, out, lane);
+    case Way::kActivation: return start_whole<Way::kStreamed>(x, out, lane);
+    case Way::kGated: return start_whole<Way::kGated>(x, out, lane);
+    case Way::kSlope: return start_whole<Way::kSlope>(x, out, lane);
     default: return false;  // source.cuh is faster
   }
 }

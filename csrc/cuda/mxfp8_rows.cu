@@ -7,7 +7,7 @@ namespace cuda {
 namespace {
 
 // PowerScaler is not for infinities. In blocks that have some, or NaNs, the powers are 2^-127 and 2^-128; here values
-// become 2^-8 times as large and powers 2^8 times, but infinities the largest finite value, which saturates then.
+// become 2^-9 times as large and powers 2^9 times, but infinities the largest finite value, which saturates E4M3 then.
 __device__ __forceinline__ void prepare_special(TeamRow<8>& made, CodePair& codes) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -17,20 +17,21 @@ __device__ __forceinline__ void prepare_special(TeamRow<8>& made, CodePair& code
       const uint32_t bounded = bounded_pair(*word);
       const uint32_t changed = bounded ^ *word;
       uint32_t smaller;
-      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(*word), "r"(0x3B803B80u));
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(*word), "r"(0x3B003B00u));
       const uint32_t mask = ((changed & 0xFFFFu) != 0u ? 0xFFFFu : 0u) | (changed >> 16 != 0u ? 0xFFFF0000u : 0u);
       if (special) *word = (bounded & mask) | (smaller & ~mask);
     }
   }
   const uint32_t low = codes.powers & 0xFFFFu;
   const uint32_t high = codes.powers >> 16;
-  const auto larger = [](uint32_t power) { return power == 0x0040u ? 0x0400u : power == 0x0020u ? 0x0380u : power; };
+  const auto larger = [](uint32_t power) { return power == 0x0040u ? 0x0480u : power == 0x0020u ? 0x0400u : power; };
   codes.powers = larger(low) | (larger(high) << 16);
 }
 
 template <typename F, bool kCentered>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<8>)
     mxfp8_rows_kernel(const __grid_constant__ Made x, bool make_stats, MxOutput out) {
+  static_assert(F::code == E4M3::code, "prepare_special");
   extern __shared__ float4 memory[];
   if (is_noop(out.noop)) return;
   const int rank = RowTeam::rank();
@@ -40,8 +41,16 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
       x, make_stats, false, memory,
       [&](int64_t row, int, TeamRow<8>& made) {
         uint32_t maxima[4];
-        maxima_of_rows([&](int i) { return made.vector[i]; }, maxima);
+        const auto vector = [&](int i) { return made.vector[i]; };
+        maxima_of_rows(vector, maxima);
         const bool special = __any_sync(kFullWarp, !all_finite(maxima));
+        if (special) {  // a mean that is not finite makes NaNs of the zeros behind the row's end
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if (1024 * i + 8 * rank >= cols) made.vector[i] = make_uint4(0u, 0u, 0u, 0u);
+          }
+          maxima_of_rows(vector, maxima);
+        }
         CodePair mine = CodePair::of<F>(magnitudes(quad_maximum<1>(maxima)));
         uint8_t* scales = out.row_scale + row * pitch;
 #pragma unroll

@@ -175,7 +175,7 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
         grad_word[p] = there ? grad[p * kThreads] : 0u;
         const float2 xs = pair_of(there ? x[p * kThreads] : 0u);
         const float2 dy = pair_of(grad_word[p]);
-        normal[p] = fma_pair(xs, rstd, shift);
+        normal[p] = there ? fma_pair(xs, rstd, shift) : make_float2(0.0f, 0.0f);
         const float2 scaled = make_float2(dy.x * gain[p].x, dy.y * gain[p].y);
         if (kCentered) inner = make_float2(inner.x + scaled.x, inner.y + scaled.y);
         along = fma_pair(scaled, normal[p], along);

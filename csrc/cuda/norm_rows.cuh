@@ -38,7 +38,8 @@ struct SharedVector {
   }
 };
 
-// held <- the result, in bf16. Behind the row's end gains are zero, and so is the result (or NaN, as all of the row).
+// held <- the result, in bf16. Behind the row's end gains are zero, and so is the result, or NaN where a statistic is
+// not finite.
 template <bool kCentered, int kVectors>
 __device__ __forceinline__ void make_norm_row(const SharedVector& gains, const SharedVector& biases,
                                               const RowStats& stats, TeamRow<kVectors>& held) {

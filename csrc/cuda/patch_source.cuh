@@ -53,8 +53,8 @@ struct WayConfig {
 // ---------------------------------------------------------------------------------------------- launch
 // The way to make x; kNone: source.cuh's. Small matrices are not worth a table. whole: where planes go, their rows are
 // aligned.
-inline Way way_of(const Made& x, bool whole, int64_t tile_cols = TileConfig::kTile) {
-  whole = whole && x.rows % TileConfig::kTile == 0 && x.cols % tile_cols == 0;
+inline Way way_of(const Made& x, bool whole) {
+  whole = whole && x.is_whole();
   if (!x.activated()) return whole ? Way::kWholeNorm : Way::kNorm;
   if (!whole || x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
   const bool silu = x.activation == Activation::kSilu;
@@ -344,7 +344,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
         take_patch(mine + PatchConfig::kSlot, patch);
         finish(patch, TilePlace{tile.row, tile.col + x.cols}, true);
       }
-      __syncthreads();
+      if constexpr (WayConfig<kWay>::kSlots > 0) __syncthreads();  // the next operands come where the stage is
     }
   }
 }
