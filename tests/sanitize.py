@@ -54,7 +54,8 @@ def finish(process: subprocess.Popen[str], deadline: float) -> tuple[str, bool]:
 
 def is_clean(output: str, returncode: int | None, ended: bool) -> bool:
     """Whether the tool found nothing and every test that ran passed."""
-    found = [line for line in output.splitlines() if re.match(r"=========\s+\S", line)]
+    # The tool's lines; pytest's end with the same sign.
+    found = [line for line in output.splitlines() if re.match(r"=========\s+\S", line) and not line.endswith("=")]
     harmless = ("COMPUTE-SANITIZER", "ERROR SUMMARY: 0 ", "RACECHECK SUMMARY: 0 ")
     if any(not line.split(maxsplit=1)[1].startswith(harmless) for line in found) or "FAILED" in output:
         return False
