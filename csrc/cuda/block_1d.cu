@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
   const bool inside = tile_inside(tile, x.rows, x.cols);
   Patch<T> patch;
   load_patch(x, tile.row + threadIdx.x / 16 * 8, tile.col + threadIdx.x % 16 * 8, inside, patch);
-  quantize_tile<T, F, false>(patch, tile, inside, out, exchange, stage);
+  quantize_tile<T, F>(patch, tile, inside, out, exchange, stage);
 }
 
 template <typename F>

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_line_scale(float* scales, int64_t block, i
   if (line < pitch) scales[block * pitch + line] = line < lines ? 1.0f / scale : 0.0f;
 }
 
-template <typename T, typename F, bool kWhole>
+template <typename T, typename F>
 __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                                 const BlockOutput& out) {
   const int lane = threadIdx.x % 32;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const Til
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float row_scale = __shfl_sync(kFullWarp, scale, (lane & 16) | i);
-    store_patch_row<kWhole>(out.row_data, row + i, col, inside, encode_patch_row<T, F>(patch, i, row_scale));
+    store_patch_row<false>(out.row_data, row + i, col, inside, encode_patch_row<T, F>(patch, i, row_scale));
   }
 }
 
@@ -108,9 +108,10 @@ __device__ __forceinline__ void make_column_scales(ColumnExchange<T>& exchange, 
   store_line_scale(out.col_scale, tile.row / TileConfig::kTile, tile.col + col, out.col_data.rows, scale);
 }
 
-template <typename T, typename F>
-__device__ __forceinline__ void stage_column_plane(const Patch<T>& patch, const ColumnExchange<T>& exchange,
-                                                   ByteStage& stage) {
+// scaled(i, j, scale): the scaled value of row i and column j of the thread's patch.
+template <typename F, typename T, typename Scaled>
+__device__ __forceinline__ void stage_column_plane(const ColumnExchange<T>& exchange, ByteStage& stage,
+                                                   const Scaled& scaled) {
   const int tx = threadIdx.x % 16;
   const int ty = threadIdx.x / 16;
 #pragma unroll
@@ -120,17 +121,15 @@ __device__ __forceinline__ void stage_column_plane(const Patch<T>& patch, const 
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int j = 4 * half + k;
-      const auto scaled = [&](int i) { return patch.value(i, j) * scale[k]; };
+      const auto at = [&](int i) { return scaled(i, j, scale[k]); };
       stage.put(8 * tx + j, ty,
-                make_uint2(encode_four<F>(scaled(0), scaled(1), scaled(2), scaled(3)),
-                           encode_four<F>(scaled(4), scaled(5), scaled(6), scaled(7))));
+                make_uint2(encode_four<F>(at(0), at(1), at(2), at(3)), encode_four<F>(at(4), at(5), at(6), at(7))));
     }
   }
 }
 
-// Both planes of a tile; kWhole: one that is wholly inside, of planes whose rows are aligned. The stage is written
-// after a barrier, when every thread has what it held before.
-template <typename T, typename F, bool kWhole>
+// Both planes of a tile. The stage is written after a barrier, when every thread has what it held before.
+template <typename T, typename F>
 __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                               const BlockOutput& out, ColumnExchange<T>& exchange,
                                               ByteStage& stage) {
@@ -140,12 +139,12 @@ __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TileP
     __syncthreads();
     make_column_scales<T, F>(exchange, tile, out);  // half of the threads, while the others go on
   }
-  if (out.row_data.data != nullptr) write_row_plane<T, F, kWhole>(patch, tile, inside, out);
+  if (out.row_data.data != nullptr) write_row_plane<T, F>(patch, tile, inside, out);
   if (!columns) return;
   __syncthreads();
-  stage_column_plane<T, F>(patch, exchange, stage);
+  stage_column_plane<F>(exchange, stage, [&](int i, int j, float scale) { return patch.value(i, j) * scale; });
   __syncthreads();
-  stage.template flush<kWhole>(out.col_data, tile.col, tile.row, inside);
+  stage.template flush<false>(out.col_data, tile.col, tile.row, inside);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
                          if constexpr (WayConfig<kWay>::kWhole) {
                            quantize_whole_tile<F>(patch, tile, out, exchange, stage);
                          } else {
-                           quantize_tile<bf16_t, F, false>(patch, tile, inside, out, exchange, stage);
+                           quantize_tile<bf16_t, F>(patch, tile, inside, out, exchange, stage);
                          }
                        });
 }

@@ -90,28 +90,6 @@ __device__ __forceinline__ void make_whole_column_scales(ColumnExchange<bf16_t>&
       inverse_of_power(power);
 }
 
-template <typename F>
-__device__ __forceinline__ void stage_whole_columns(const Patch<bf16_t>& patch, const PowerScaler& scaler,
-                                                    const ColumnExchange<bf16_t>& exchange, ByteStage& stage) {
-  const int tx = threadIdx.x % 16;
-  const int ty = threadIdx.x / 16;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint4 powers = reinterpret_cast<const uint4*>(exchange.scale)[2 * tx + half];
-    const uint32_t power[4] = {powers.x, powers.y, powers.z, powers.w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const auto scaled = [&](int i) {
-        const uint32_t word = patch.word[i][2 * half + k / 2];
-        return k % 2 == 0 ? scaler.low(word, power[k]) : scaler.high(word, power[k]);
-      };
-      stage.put(8 * tx + 4 * half + k, ty,
-                make_uint2(encode_four<F>(scaled(0), scaled(1), scaled(2), scaled(3)),
-                           encode_four<F>(scaled(4), scaled(5), scaled(6), scaled(7))));
-    }
-  }
-}
-
 // Both planes of a tile for which out.whole holds. The stage is written after a barrier, when every thread has what it
 // held before; behind the tile's last barrier are only reads of it.
 template <typename F>
@@ -138,7 +116,9 @@ __device__ __forceinline__ void quantize_whole_tile(Patch<bf16_t> patch, const T
   if (out.row_data.data != nullptr) write_whole_rows<F>(patch, maxima, scaler, tile, out);
   if (!columns) return;
   __syncthreads();
-  stage_whole_columns<F>(patch, scaler, exchange, stage);
+  stage_column_plane<F>(exchange, stage, [&](int i, int j, float power) {
+    return scaler.scaled(patch.word[i][j / 2], j % 2, bits_of(power));
+  });
   __syncthreads();
   stage.template flush<true>(out.col_data, tile.col, tile.row, true);
 }

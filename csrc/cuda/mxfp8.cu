@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
   const MxPlace at = MxSquare::place();
   Patch<T> patch;
   load_patch(x, tile.row + at.row, tile.col + at.col, inside, patch);
-  quantize_tile<T, F, false>(patch, tile, inside, out, scales);
+  quantize_tile<T, F>(patch, tile, inside, out, scales);
 }
 
 template <typename F>

@@ -156,7 +156,7 @@ __device__ __forceinline__ TwoCodes column_codes(const Patch<T>& patch) {
   return TwoCodes(code(0), code(1));
 }
 
-template <typename T, typename F, bool kWhole>
+template <typename T, typename F>
 __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                                 const MxOutput& out, uint8_t square, MxScales<MxSquare>& scales) {
   const MxPlace at = MxSquare::place();
@@ -167,16 +167,16 @@ __device__ __forceinline__ void write_row_plane(const Patch<T>& patch, const Til
     const int block = at.col / MxConfig::kBlock;
     const bool padding = tile.row + at.row + mine + k >= out.row_data.rows ||
                          tile.col + block * MxConfig::kBlock >= out.row_data.cols;
-    scales.row[at.row + mine + k][block] = kWhole || inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
+    scales.row[at.row + mine + k][block] = inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
   }
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
-    store_patch_row<kWhole>(out.row_data, tile.row + at.row + i, tile.col + at.col, inside,
+    store_patch_row<false>(out.row_data, tile.row + at.row + i, tile.col + at.col, inside,
                     encode_patch_row<T, F>(patch, i, codes.template factor_of<1>(i)));
   }
 }
 
-template <typename T, typename F, bool kWhole>
+template <typename T, typename F>
 __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                                    const MxOutput& out, uint8_t square, MxScales<MxSquare>& scales) {
   constexpr int kPatch = TileConfig::kPatch;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const 
     const int block = at.row / MxConfig::kBlock;
     const bool padding = tile.row + block * MxConfig::kBlock >= out.col_data.rows ||
                          tile.col + at.col + mine + k >= out.col_data.cols;
-    scales.col[block][at.col + mine + k] = kWhole || inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
+    scales.col[block][at.col + mine + k] = inside || !padding ? static_cast<uint8_t>(codes.code[k]) : 0;
   }
   float factor[kPatch];
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void write_column_plane(const Patch<T>& patch, const 
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
     const auto scaled = [&](int j) { return patch.value(i, j) * factor[j]; };
-    store_patch_row<kWhole>(out.col_data, tile.row + at.row + i, tile.col + at.col, inside,
+    store_patch_row<false>(out.col_data, tile.row + at.row + i, tile.col + at.col, inside,
                     make_uint2(encode_four<F>(scaled(0), scaled(1), scaled(2), scaled(3)),
                                encode_four<F>(scaled(4), scaled(5), scaled(6), scaled(7))));
   }
@@ -225,14 +225,13 @@ __device__ __forceinline__ void flush_scales(const MxScales<Shape>& scales, cons
   }
 }
 
-// Both planes of a tile; kWhole: one that is wholly inside, of planes whose rows are aligned. The scales are written
-// before its barrier and read behind it.
-template <typename T, typename F, bool kWhole>
+// Both planes of a tile. The scales are written before its barrier and read behind it.
+template <typename T, typename F>
 __device__ __forceinline__ void quantize_tile(const Patch<T>& patch, const TilePlace& tile, bool inside,
                                               const MxOutput& out, MxScales<MxSquare>& scales) {
   const uint8_t square = out.two_d ? square_code<T, F>(patch) : 0;
-  if (out.row_data.data != nullptr) write_row_plane<T, F, kWhole>(patch, tile, inside, out, square, scales);
-  if (out.col_data.data != nullptr) write_column_plane<T, F, kWhole>(patch, tile, inside, out, square, scales);
+  if (out.row_data.data != nullptr) write_row_plane<T, F>(patch, tile, inside, out, square, scales);
+  if (out.col_data.data != nullptr) write_column_plane<T, F>(patch, tile, inside, out, square, scales);
   __syncthreads();
   flush_scales(scales, tile, out);
 }

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
                        if constexpr (kWhole) {
                          quantize_whole_tile<F>(patch, tile, out, scales);
                        } else {
-                         quantize_tile<bf16_t, F, false>(patch, tile, inside, out, scales);
+                         quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
                        }
                      });
 }

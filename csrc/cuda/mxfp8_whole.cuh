@@ -48,7 +48,19 @@ struct CodePair {
   }
 };
 
-// special: the warp has infinities or NaNs.
+// The rows of a patch; encoded(i): row i. special: the warp has infinities or NaNs.
+template <typename F, typename Encoded>
+__device__ __forceinline__ void store_whole_patch(const Patch<bf16_t>& patch, const ByteMatrix& plane, bool special,
+                                                  const TilePlace& tile, const MxPlace& at, const Encoded& encoded) {
+  uint8_t* to = plane.data + (tile.row + at.row) * plane.cols + tile.col + at.col;
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    store_bulk(reinterpret_cast<uint2*>(to), encoded(i));
+    if (special) saturate_infinities<F>(patch.word[i], to);
+    to += plane.cols;
+  }
+}
+
 template <typename F, typename Shape>
 __device__ __forceinline__ void write_whole_rows(const Patch<bf16_t>& patch, const PatchMaxima& maxima, bool special,
                                                  const TilePlace& tile, const MxOutput& out,
@@ -59,13 +71,8 @@ __device__ __forceinline__ void write_whole_rows(const Patch<bf16_t>& patch, con
   uint8_t* code = &scales.row[at.row + threadIdx.x % 4 * 2][at.col / MxConfig::kBlock];
   code[0] = static_cast<uint8_t>(mine.code[0]);
   code[Shape::kCols / MxConfig::kBlock] = static_cast<uint8_t>(mine.code[1]);
-  uint8_t* to = out.row_data.data + (tile.row + at.row) * out.row_data.cols + tile.col + at.col;
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    store_bulk(reinterpret_cast<uint2*>(to), scaler.encode_eight<F>(patch.word[i], mine.power_of_row(i)));
-    if (special) saturate_infinities<F>(patch.word[i], to);
-    to += out.row_data.cols;
-  }
+  store_whole_patch<F>(patch, out.row_data, special, tile, at,
+                       [&](int i) { return scaler.encode_eight<F>(patch.word[i], mine.power_of_row(i)); });
 }
 
 template <typename F, typename Shape>
@@ -84,16 +91,8 @@ __device__ __forceinline__ void write_whole_columns(const Patch<bf16_t>& patch, 
     power[2 * w] = low_float(pair);
     power[2 * w + 1] = high_float(pair);
   }
-  uint8_t* to = out.col_data.data + (tile.row + at.row) * out.col_data.cols + tile.col + at.col;
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    const auto& word = patch.word[i];
-    store_bulk(reinterpret_cast<uint2*>(to),
-               make_uint2(scaler.encode<F>(word[0], word[1], power[0], power[1], power[2], power[3]),
-                          scaler.encode<F>(word[2], word[3], power[4], power[5], power[6], power[7])));
-    if (special) saturate_infinities<F>(word, to);
-    to += out.col_data.cols;
-  }
+  store_whole_patch<F>(patch, out.col_data, special, tile, at,
+                       [&](int i) { return scaler.encode_eight<F>(patch.word[i], power); });
 }
 
 // Both planes of a tile for which out.whole holds.

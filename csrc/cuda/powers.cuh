@@ -15,32 +15,25 @@ static __constant__ uint32_t signed_zeros = 0x80000000u;  // in memory, or the c
 class PowerScaler {
  public:
   __device__ __forceinline__ PowerScaler() : zeros_(signed_zeros) {}
-  __device__ __forceinline__ float low(uint32_t word, uint32_t power) const {
+  // Value 0 or 1 of a word.
+  __device__ __forceinline__ float scaled(uint32_t word, int i, uint32_t power) const {
+    uint16_t half[2];
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(half[0]), "=h"(half[1]) : "r"(word));
     uint32_t result;
-    asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 both;\n\tmov.b32 {low, high}, %1;\n\tmov.b32 both, {low, low};\n\t"
-        "fma.rn.bf16x2 %0, both, %2, %3;\n\t}"
+    asm("{\n\t.reg .b32 both;\n\tmov.b32 both, {%1, %1};\n\tfma.rn.bf16x2 %0, both, %2, %3;\n\t}"
         : "=r"(result)
-        : "r"(word), "r"(power), "r"(zeros_));
+        : "h"(half[i]), "r"(power), "r"(zeros_));
     return float_of(result);
   }
-  __device__ __forceinline__ float high(uint32_t word, uint32_t power) const {
-    uint32_t result;
-    asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 both;\n\tmov.b32 {low, high}, %1;\n\tmov.b32 both, {high, high};\n\t"
-        "fma.rn.bf16x2 %0, both, %2, %3;\n\t}"
-        : "=r"(result)
-        : "r"(word), "r"(power), "r"(zeros_));
-    return float_of(result);
-  }
-  // Two words times a power each value.
+  // Eight values, each with a power of its own or all with one.
   template <typename F>
-  __device__ __forceinline__ uint32_t encode(uint32_t a, uint32_t b, uint32_t p0, uint32_t p1, uint32_t p2,
-                                             uint32_t p3) const {
-    return encode_four<F>(low(a, p0), high(a, p1), low(b, p2), high(b, p3));
+  __device__ __forceinline__ uint2 encode_eight(const uint32_t (&word)[4], const uint32_t (&power)[8]) const {
+    const auto at = [&](int j) { return scaled(word[j / 2], j % 2, power[j]); };
+    return make_uint2(encode_four<F>(at(0), at(1), at(2), at(3)), encode_four<F>(at(4), at(5), at(6), at(7)));
   }
   template <typename F>
   __device__ __forceinline__ uint2 encode_eight(const uint32_t (&word)[4], uint32_t power) const {
-    return make_uint2(encode<F>(word[0], word[1], power, power, power, power),
-                      encode<F>(word[2], word[3], power, power, power, power));
+    return encode_eight<F>(word, {power, power, power, power, power, power, power, power});
   }
 
  private:

@@ -82,18 +82,15 @@ struct TilePlace {
   int64_t col;
 };
 
-__device__ __forceinline__ TilePlace tile_place(unsigned tile, int64_t cols) {
-  const unsigned across = max(1u, static_cast<unsigned>(ceil_div(cols, TileConfig::kTile)));
-  const unsigned down = tile / across;
-  return TilePlace{static_cast<int64_t>(down) * TileConfig::kTile,
-                   static_cast<int64_t>(tile - down * across) * TileConfig::kTile};
-}
-
 template <typename Shape = SquareTile>
 __device__ __forceinline__ TilePlace tile_place(const TileRegion& region, unsigned tile) {
   const unsigned down = region.across == 0u ? 0u : tile / region.across;
   return TilePlace{region.row + static_cast<int64_t>(down) * Shape::kRows,
                    region.col + static_cast<int64_t>(tile - down * region.across) * Shape::kCols};
+}
+
+__device__ __forceinline__ TilePlace tile_place(unsigned tile, int64_t cols) {
+  return tile_place(TileRegion{0, 0, 0u, static_cast<unsigned>(ceil_div(cols, TileConfig::kTile))}, tile);
 }
 
 __device__ __forceinline__ bool tile_inside(const TilePlace& tile, int64_t rows, int64_t cols) {
