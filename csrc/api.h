@@ -51,7 +51,6 @@ struct Source : Input {
   float* mean = nullptr;           // [M], null: RMSNorm
   float* rstd = nullptr;           // [M]
   float* partials = nullptr;       // null, or [ceil(M / 128), K]: column sums of the made matrix, per 128 rows
-  void* workspace = nullptr;       // where a GPU quantize makes statistics: 4 (1 + ceil(M / 128)) bytes, as they are
 };
 
 struct NormGrad {

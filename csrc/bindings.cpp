@@ -96,7 +96,6 @@ class Reader {
     to.mean = pointer<float>();
     to.rstd = pointer<float>();
     to.partials = pointer<float>();
-    to.workspace = pointer<void>();
   }
   PyObject* next() {
     if (at_ < count_) return args_[at_++];

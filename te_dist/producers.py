@@ -78,7 +78,7 @@ class NormOutput(Producer):
     `mean` and `rstd` (float32 [M]) are results: the first kernel that makes the matrix fills them.
     """
 
-    __slots__ = ("bias", "eps", "mean", "rstd", "stats_ready", "weight", "workspace", "zero_centered")
+    __slots__ = ("bias", "eps", "mean", "rstd", "stats_ready", "weight", "zero_centered")
 
     kind = 1
 
@@ -101,7 +101,6 @@ class NormOutput(Producer):
         self.eps = eps
         self.zero_centered = zero_centered
         self.stats_ready = False
-        self.workspace: Tensor | None = None  # of the kernel that makes the statistics
 
 
 class ActivationOutput(Producer):

@@ -155,3 +155,37 @@ def test_a_norm_again_and_again() -> None:
         if expected is not None:
             assert_same_storage(stored, expected, "again")
         expected = stored
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("cols", [512, 8192])
+def test_statistics_that_look_as_if_they_were_on_their_way(cols: int, layer_norm: bool) -> None:
+    """The NaN that stands for a statistic that is still being made, as a statistic: nobody waits for another one."""
+    pending = torch.full((2, 256), 0xFFF0DDED - (1 << 32), dtype=torch.int32, device="cuda").view(torch.float32)
+    x = matrix(256, cols, torch.bfloat16).cuda()
+    made = norm(x, layer_norm, torch.bfloat16)
+    made.rstd.copy_(pending[1])
+    if made.mean is not None:
+        made.mean.copy_(pending[0])
+    made.stats_ready = True
+    stored = on("cuda", QUANTIZERS["mxfp8_e4m3"]()).quantize_produced(made, made.shape)
+    assert bool(stored.dequantize().isnan().all())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+def test_a_skipped_quantize_leaves_statistics_alone(layer_norm: bool) -> None:
+    x = matrix(256, 512, torch.bfloat16).cuda()
+    made = norm(x, layer_norm, torch.bfloat16)
+    stats = [s for s in (made.mean, made.rstd) if s is not None]
+    for s in stats:
+        s.fill_(3.0)
+    storage = on("cuda", QUANTIZERS["mxfp8_e4m3"]()).make_empty((256, 512), device="cuda")
+    planes = list(storage.inner_tensors())
+    for plane in planes:
+        plane.view(torch.uint8).fill_(7)
+    skip = torch.ones(1, device="cuda")
+    kernels.quantize_mxfp8(made, *planes, fp8=te_dist.DType.kFloat8E4M3, two_d=False, noop=skip)
+    assert all(bool((s == 3.0).all()) for s in stats)
+    assert all(bool((plane.view(torch.uint8) == 7).all()) for plane in planes)

@@ -4,26 +4,34 @@
 // Blocks of threads are pieces of work, numbered in an order that keeps the statistics a few bands of 128 rows
 // ahead of the tiles. A tile waits for statistics of smaller numbers alone, and statistics wait for nobody.
 // Blocks are started in the order of their numbers, so whoever a tile waits for has been started.
+//
+// A statistic that is not there yet is a NaN of its own, written before the launch: who reads it sees in one go whether
+// it is there and what it is, and waits for nothing else.
 #pragma once
 
 #include "common.cuh"
+#include "divisor.cuh"
 
 namespace te_dist {
 namespace cuda {
 
 struct BandConfig {
   static constexpr int kRows = 128;
-  static constexpr int kRowsPerPiece = 4;  // of statistics
+  // Of statistics. Few, so that they are there soon, and what they have read is still in L2.
+  static constexpr int kRowsPerPiece = 2;
   static constexpr int kPieces = kRows / kRowsPerPiece;
-  // Bands that the statistics lead by: about as many as there are blocks at once.
-  static constexpr int kAhead = 8;
+  // Pieces that the statistics lead by, for each multiprocessor: half as many again as are worked on at once. With fewer,
+  // tiles wait; with more, L2 forgets.
+  static constexpr int kAhead = 6;
 };
 
 struct Bands {
-  unsigned* counters;  // per band, of pieces whose statistics are there; null: tiles have no order
+  bool ordered;  // statistics are made, and tiles wait for them
   unsigned bands;
   unsigned across;  // tiles of a band
   unsigned ahead;   // bands that the statistics lead by
+  Divisor by_across;
+  Divisor by_step;  // pieces of a band, statistics and tiles
 };
 
 struct BandPiece {
@@ -32,18 +40,28 @@ struct BandPiece {
   unsigned index;  // of the piece in its band
 };
 
-inline Bands bands_of(int64_t rows, int64_t cols, unsigned* counters) {
+inline Bands bands_of(int64_t rows, int64_t cols, bool ordered) {
   const int64_t bands = ceil_div(rows, BandConfig::kRows);
-  return Bands{counters, static_cast<unsigned>(bands), static_cast<unsigned>(ceil_div(cols, 128)),
-               static_cast<unsigned>(smaller(bands, BandConfig::kAhead))};
+  const auto across = static_cast<unsigned>(larger(ceil_div(cols, 128), 1));
+  const int64_t step = BandConfig::kPieces + across;
+  const int64_t ahead = larger((BandConfig::kAhead * multiprocessors() + step / 2) / step, 1);
+  return Bands{ordered,
+               static_cast<unsigned>(bands),
+               across,
+               static_cast<unsigned>(smaller(bands, ahead)),
+               Divisor::by(across),
+               Divisor::by(static_cast<unsigned>(step))};
 }
 
 inline int64_t band_pieces(const Bands& order) {
   return static_cast<int64_t>(order.bands) * (BandConfig::kPieces + order.across);
 }
 
-// Zeroes the counters on the stream.
-void launch_bands_reset(const Bands& order, Lane lane);
+// A tile where nothing is to be made before it.
+__device__ __forceinline__ BandPiece band_tile(const Bands& order, unsigned number) {
+  const unsigned band = order.by_across.quotient(number);
+  return BandPiece{false, band, number - band * order.across};
+}
 
 __device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned number) {
   constexpr unsigned kPieces = BandConfig::kPieces;
@@ -53,36 +71,34 @@ __device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned num
   const unsigned step = kPieces + order.across;
   const unsigned steps = order.bands - order.ahead;
   if (number < steps * step) {
-    const unsigned band = number / step;
-    const unsigned index = number % step;
+    const unsigned band = order.by_step.quotient(number);
+    const unsigned index = number - band * step;
     return index < kPieces ? BandPiece{true, band + order.ahead, index}
                            : BandPiece{false, band, index - kPieces};
   }
   number -= steps * step;
-  return BandPiece{false, steps + number / order.across, number % order.across};
+  const BandPiece tile = band_tile(order, number);
+  return BandPiece{false, steps + tile.band, tile.index};
 }
 
-// All threads of the block have written their statistics.
-__device__ __forceinline__ void band_done(const Bands& order, unsigned band) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  atomicAdd(order.counters + band, 1u);
+// ---------------------------------------------------------------------------------------------- statistics
+constexpr uint32_t kPendingBits = 0xFFF0DDEDu;
+
+// Marks statistics as not there, on the stream; data null: none. Unless noop: then they stay as they are.
+void launch_mark_pending(float* mean, float* rstd, int64_t rows, const float* noop, Lane lane);
+
+__device__ __forceinline__ bool is_pending(float statistic) { return bits_of(statistic) == kPendingBits; }
+
+__device__ __forceinline__ void publish(float* to, float statistic) {
+  const uint32_t bits = is_pending(statistic) ? 0x7FFFFFFFu : bits_of(statistic);  // a NaN, too; nobody waits for ever
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_band(const Bands& order, unsigned band) {
-  if (threadIdx.x == 0) {
-    unsigned done = 0;
-    for (;;) {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                   : "=r"(done)
-                   : "l"(order.counters + band)
-                   : "memory");
-      if (done >= BandConfig::kPieces) break;
-      __nanosleep(200);
-    }
-  }
-  __syncthreads();
+// What is there now, past L1.
+__device__ __forceinline__ float peek(const float* from) {
+  uint32_t bits;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+  return float_of(bits);
 }
 
 }  // namespace cuda

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 bool launch_block_1d_patches(const Made& x, const BlockOutput& out, Lane lane) {
   const auto start = [&](auto way, auto kernel) {
     constexpr int kStage = static_cast<int>(sizeof(ByteStage));
-    launch_way<decltype(way)::value>("block_1d_patches_kernel", kernel, kStage, x, lane, out);
+    launch_way<decltype(way)::value>("block_1d_patches_kernel", kernel, kStage, x, out.noop, lane, out);
     return true;
   };
   switch (way_of(x, out.whole)) {

@@ -30,7 +30,7 @@ bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, c
                          const CastScale& from, Lane lane) {
   const auto start = [&](auto way, auto kernel) {
     constexpr int kStage = static_cast<int>(sizeof(ByteStage));
-    launch_way<decltype(way)::value>("cast_patches_kernel", kernel, kStage, x, lane, row_out, col_out, from);
+    launch_way<decltype(way)::value>("cast_patches_kernel", kernel, kStage, x, from.noop, lane, row_out, col_out, from);
     return true;
   };
   // Results of activations are E4M3, but for rare recipes; gradients and what is summed up are both.

@@ -187,6 +187,24 @@ __device__ __forceinline__ void store_bulk(V* to, V value) {
   }
 }
 
+// What is loaded by way of this stays in L2 as long as there is anything else to drop.
+__device__ __forceinline__ uint64_t keep_in_l2() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Zeros where there is nothing. Past L1.
+__device__ __forceinline__ uint4 load_kept(const uint4* from, bool there, uint64_t keep) {
+  uint4 v = make_uint4(0u, 0u, 0u, 0u);
+  asm volatile(
+      "{\n\t.reg .pred there;\n\tsetp.ne.u32 there, %4, 0;\n\t"
+      "@there ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%5], %6;\n\t}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "r"(there ? 1u : 0u), "l"(from), "l"(keep));
+  return v;
+}
+
 // Brings the line of 128 bytes at `from` into L2.
 __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 
 template <Way kWay, typename Shape = MxSquare>
 bool start(const Made& x, const MxOutput& out, Lane lane) {
-  launch_way<kWay>("mxfp8_patches_kernel", mxfp8_patches_kernel<E4M3, kWay, Shape>, 0, x, lane, out);
+  launch_way<kWay>("mxfp8_patches_kernel", mxfp8_patches_kernel<E4M3, kWay, Shape>, 0, x, out.noop, lane, out);
   return true;
 }
 

@@ -52,13 +52,16 @@ struct CodePair {
 template <typename F, typename Encoded>
 __device__ __forceinline__ void store_whole_patch(const Patch<bf16_t>& patch, const ByteMatrix& plane, bool special,
                                                   const TilePlace& tile, const MxPlace& at, const Encoded& encoded) {
-  uint8_t* to = plane.data + (tile.row + at.row) * plane.cols + tile.col + at.col;
+  uint8_t* const corner = plane.data + (tile.row + at.row) * plane.cols + tile.col + at.col;
+  uint8_t* to = corner;
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
     store_bulk(reinterpret_cast<uint2*>(to), encoded(i));
-    if (special) saturate_infinities<F>(patch.word[i], to);
     to += plane.cols;
   }
+  if (!special) return;
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) saturate_infinities<F>(patch.word[i], corner + i * plane.cols);
 }
 
 template <typename F, typename Shape>

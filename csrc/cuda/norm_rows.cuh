@@ -79,7 +79,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
     if (at < vectors) load_gain<true>(x.weight, x.zero_centered, 8 * at, v);
     gains.put(at, v);
     if (!kCentered) continue;
-    load_vector<true>(x.bias, 8 * at, kNoBias, v);
+    load_bias<true>(x.bias, 8 * at, v);
     biases.put(at, v);
   }
   __syncthreads();
@@ -99,7 +99,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
       held.load(from, 0, vectors);
       RowStats stats;
       if (make_stats) {
-        stats = stats_of_row<kCentered, true>(team, held, from, vectors, x.eps);
+        stats = stats_of_row<kCentered, true, true>(team, held, from, vectors, x.eps);
         if (RowTeam::rank() == 0) {
           if (kCentered) x.mean[row] = stats.mean;
           x.rstd[row] = stats.rstd;

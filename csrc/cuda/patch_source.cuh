@@ -66,10 +66,10 @@ inline Way way_of(const Made& x, bool whole) {
   return x.gated ? Way::kGated : Way::kActivation;
 }
 
-// stage_bytes: what the consumer of tiles uses of the work area behind the table.
+// stage_bytes: what the consumer of tiles uses of the work area behind the table. noop: the kernel's.
 template <Way kWay, typename Kernel, typename... Arguments>
-void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x, Lane lane,
-                const Arguments&... arguments) {
+void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x, const float* noop,
+                Lane lane, const Arguments&... arguments) {
   using Config = WayConfig<kWay>;
   const int least = Config::kSlots * PatchConfig::kSlotBytes;
   const int sums = x.partials != nullptr ? static_cast<int>(sizeof(GroupSums)) : 0;
@@ -79,7 +79,7 @@ void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x,
                "shared memory for a table");
   }
   const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
-  if (x.order.counters != nullptr) launch_bands_reset(x.order, lane);
+  if (x.order.ordered) launch_mark_pending(x.mean, x.rstd, x.rows, noop, lane);
   kernel<<<grid_size(smaller(x.pieces, most)), PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
   check_launch(name);
 }
@@ -109,41 +109,72 @@ __device__ __forceinline__ void load_operand(const Made& x, const bf16_t* data, 
   }
 }
 
-// What a norm makes of a patch of its operand.
-__device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, bool inside, const float (&gain)[8],
-                                          Patch<bf16_t>& patch) {
-  float bias[8];
-  // Eight neighbouring lanes share their rows: each fetches the statistics of one. Past L1, they are new.
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const bool there = inside || row + lane % 8 < x.rows;
-  const RowStats mine{there && x.centered ? __ldcg(x.mean + row + lane % 8) : 0.0f,
-                      there ? __ldcg(x.rstd + row + lane % 8) : 0.0f};
-  if (!x.centered && x.bias.data == nullptr) {
+// Statistics of the rows of a patch, as they are now: eight neighbouring lanes, which share their rows, have one each.
+__device__ __forceinline__ RowStats peek_stats(const Made& x, int64_t row, bool inside) {
+  row += threadIdx.x % 8;
+  const bool there = inside || row < x.rows;
+  return RowStats{there && x.centered ? peek(x.mean + row) : 0.0f, there ? peek(x.rstd + row) : 0.0f};
+}
+
+// Until all lanes of the warp have theirs.
+__device__ __forceinline__ void await_stats(const Made& x, int64_t row, bool inside, RowStats& mine) {
+  while (x.order.ordered && __any_sync(kFullWarp, is_pending(mine.mean) || is_pending(mine.rstd))) {
+    __nanosleep(200);
+    mine = peek_stats(x, row, inside);
+  }
+}
+
+// Gains and biases of eight columns, or of four where they are fp32: on their way before anybody waits for statistics.
+struct NormVectors {
+  uint4 gain;
+  uint4 bias;
+
+  __device__ __forceinline__ NormVectors(const Made& x, int64_t col)
+      : gain(load_first(x.weight, col)), bias(load_first(x.bias, col)) {}
+};
+
+// What a norm makes of a patch of its operand, four columns at a time: there are not registers enough for eight gains
+// and eight biases. mine: of peek_stats.
+__device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, bool inside, const RowStats& mine,
+                                          const NormVectors& vectors, Patch<bf16_t>& patch) {
+  const bool shifted = x.centered || x.bias.data != nullptr;
+  const float shift_of_mine = mine.shift(x.centered);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float gain[4];
+    values_of_half(x.weight, col, vectors.gain, half, 1.0f, gain);
+    if (x.zero_centered) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) gain[j] += 1.0f;
+    }
+    if (!shifted) {
+#pragma unroll
+      for (int i = 0; i < TileConfig::kPatch; ++i) {
+        const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {  // zeros stay zeros
+          uint32_t& word = patch.word[i][2 * half + j / 2];
+          word = pack_bf16(Words<bf16_t>::element(word, 0) * rstd * gain[j],
+                           Words<bf16_t>::element(word, 1) * rstd * gain[j + 1]);
+        }
+      }
+      continue;
+    }
+    float bias[4];
+    values_of_half(x.bias, col, vectors.bias, half, kNoBias, bias);
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
       const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
+      const float shift = __shfl_sync(kFullWarp, shift_of_mine, i, 8);
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {  // zeros stay zeros
-        patch.word[i][j / 2] =
-            pack_bf16(patch.value(i, j) * rstd * gain[j], patch.value(i, j + 1) * rstd * gain[j + 1]);
+      for (int j = 0; j < 4; j += 2) {
+        uint32_t& word = patch.word[i][2 * half + j / 2];
+        word = pack_bf16(norm_of(Words<bf16_t>::element(word, 0), rstd, shift, gain[j], bias[j]),
+                         norm_of(Words<bf16_t>::element(word, 1), rstd, shift, gain[j + 1], bias[j + 1]));
       }
     }
-    return;
   }
-  load_vector<true>(x.bias, col, kNoBias, bias);
-  const float shift_of_mine = mine.shift(x.centered);
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
-    const float shift = __shfl_sync(kFullWarp, shift_of_mine, i, 8);
-    float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = patch.value(i, j);
-    apply_norm(v, rstd, shift, gain, bias);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) patch.word[i][j / 2] = pack_bf16(v[j], v[j + 1]);
-  }
-  if (inside) return;
+  if (inside || !shifted) return;
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {  // a row outside of the matrix is zero, whatever the bias
 #pragma unroll
@@ -227,34 +258,44 @@ __device__ __forceinline__ void forget_unpacked(Patch<bf16_t>& patch) {
 }
 
 // ---------------------------------------------------------------------------------------------- bands
+// kFull: the row has all of TeamRow<8>, which saves comparisons.
+template <bool kCentered, bool kFull>
+__device__ __forceinline__ void make_stats_of_row(const Made& x, int64_t row, RowTeam& team) {
+  const int vectors = kFull ? TeamRow<8>::kColumns / 8 : static_cast<int>(x.cols / 8);
+  const auto* from = reinterpret_cast<const uint4*>(x.data + row * x.stride);
+  TeamRow<8> held;
+  held.load<true>(from, 0, vectors);
+  const RowStats stats = stats_of_row<kCentered, kFull, false>(team, held, from, vectors, x.eps);
+  if (RowTeam::rank() != 0) return;
+  if (kCentered) publish(x.mean + row, stats.mean);
+  publish(x.rstd + row, stats.rstd);
+}
+
 static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band, unsigned index) {
-  constexpr int kTeams = PatchConfig::kThreads / RowTeam::kThreads;
-  __shared__ float scratch[kTeams * RowTeam::kScratch];
+  static_assert(BandConfig::kRowsPerPiece * RowTeam::kThreads == PatchConfig::kThreads, "a row for each team");
+  __shared__ float scratch[BandConfig::kRowsPerPiece * RowTeam::kScratch];
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
-  const int vectors = static_cast<int>(x.cols / 8);
+  const int64_t row =
+      static_cast<int64_t>(band) * BandConfig::kRows + static_cast<int64_t>(index) * BandConfig::kRowsPerPiece + number;
+  if (row >= x.rows) return;
   RowTeam team(scratch, number);
-  const int64_t first = static_cast<int64_t>(band) * BandConfig::kRows +
-                        static_cast<int64_t>(index) * BandConfig::kRowsPerPiece + number;
-  const int64_t end = min(first + BandConfig::kRowsPerPiece, x.rows);
-#pragma unroll 1
-  for (int64_t row = first; row < end; row += kTeams) {
-    const auto* from = reinterpret_cast<const uint4*>(x.data + row * x.stride);
-    TeamRow<8> held;
-    held.load(from, 0, vectors);
-    const int64_t later = row + BandConfig::kRows;
-    if (later < x.rows) {
-      TeamRow<8>::prefetch(reinterpret_cast<const uint4*>(x.data + later * x.stride), vectors);
-    }
-    const RowStats stats = x.centered ? stats_of_row<true, false>(team, held, from, vectors, x.eps)
-                                      : stats_of_row<false, false>(team, held, from, vectors, x.eps);
-    if (RowTeam::rank() != 0) continue;
-    if (x.centered) x.mean[row] = stats.mean;
-    x.rstd[row] = stats.rstd;
+  const bool full = x.cols == TeamRow<8>::kColumns;
+  if (x.centered) {
+    full ? make_stats_of_row<true, true>(x, row, team) : make_stats_of_row<true, false>(x, row, team);
+  } else {
+    full ? make_stats_of_row<false, true>(x, row, team) : make_stats_of_row<false, false>(x, row, team);
   }
-  band_done(x.order, band);
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
+// A band of 128 rows has as many tiles of any shape; lower ones lie in columns.
+template <typename Shape>
+__device__ __forceinline__ NearPlace place_in_band(const BandPiece& piece) {
+  constexpr unsigned kDown = TileConfig::kTile / Shape::kRows;
+  return NearPlace{static_cast<int>(piece.band * TileConfig::kTile + piece.index % kDown * Shape::kRows),
+                   static_cast<int>(piece.index / kDown * Shape::kCols)};
+}
+
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
 // (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
 // memory. backwards: starts with the last tile, which
@@ -271,29 +312,28 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     consume(patch, tile, inside);
   };
   constexpr bool kWhole = WayConfig<kWay>::kWhole;
-  // As many tiles of any shape: what is whole has whole bands of 128 rows.
-  const TileRegion region{0, 0, x.order.bands * (TileConfig::kTile / Shape::kRows),
-                          x.order.across / (Shape::kCols / TileConfig::kTile)};
   if constexpr (!WayConfig<kWay>::kTabled) {
-    TilePlace tile;
-    unsigned band = 0u;
-    if (x.order.counters != nullptr) {
-      const BandPiece piece = band_piece(x.order, blockIdx.x);
-      if (piece.stats) return make_band_stats(x, piece.band, piece.index);
-      band = piece.band;
-      tile = tile_place<Shape>(region, band * x.order.across + piece.index);
-    } else {
-      tile = tile_place<Shape>(region, backwards ? x.pieces - 1 - blockIdx.x : blockIdx.x);
-    }
+    const BandPiece piece = x.order.ordered
+                                ? band_piece(x.order, blockIdx.x)
+                                : band_tile(x.order, backwards ? x.pieces - 1 - blockIdx.x : blockIdx.x);
+    if (piece.stats) return make_band_stats(x, piece.band, piece.index);
+    const NearPlace tile = place_in_band<Shape>(piece);
     const bool inside = kWhole || tile_inside(tile, x.rows, x.cols);
+    const int row = tile.row + patch_row;
+    const int col = tile.col + patch_col;
     Patch<bf16_t> patch;
-    load_operand(x, x.data, x.stride, tile.row + patch_row, tile.col + patch_col, inside, patch);
-    float gain[8];
-    if (x.kind == Produce::kNorm) load_gain<true>(x.weight, x.zero_centered, tile.col + patch_col, gain);
-    if (x.order.counters != nullptr) wait_for_band(x.order, band);
-    if (x.kind == Produce::kNorm) make_norm(x, tile.row + patch_row, tile.col + patch_col, inside, gain, patch);
+    load_operand(x, x.data, x.stride, row, col, inside, patch);
+    if (x.kind == Produce::kNorm) {
+      const NormVectors vectors(x, col);
+      RowStats stats = peek_stats(x, row, inside);
+      await_stats(x, row, inside, stats);
+      make_norm(x, row, col, inside, stats, vectors, patch);
+    }
     finish(patch, tile, inside);
   } else {
+    // As many tiles of any shape: what is whole has whole bands of 128 rows.
+    const TileRegion region{0, 0, x.order.bands * (TileConfig::kTile / Shape::kRows),
+                            x.order.across / (Shape::kCols / TileConfig::kTile)};
     const TileWalk walk{region, gridDim.x / region.across, gridDim.x % region.across, backwards};
     const auto table = WayConfig<kWay>::Table::fill(memory, x.activation);
     __syncthreads();
@@ -301,7 +341,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       const TileInput<bf16_t> input{x.data, x.rows, x.cols, x.stride, true};
       auto* ring = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes);
       for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring,
-                             [&](Patch<bf16_t>& patch, const TilePlace& tile) {
+                             [&](Patch<bf16_t>& patch, const NearPlace& tile) {
                                make_activation(table, patch);
                                __syncthreads();  // see below
                                finish(patch, tile, true);
@@ -311,7 +351,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     TileCursor cursor(walk);
 #pragma unroll 1
     for (; cursor.there(walk); cursor.next(walk)) {
-      const TilePlace tile = cursor.template place<Shape>(walk);
+      const NearPlace tile = cursor.template place<Shape>(walk);
       const int64_t row = tile.row + patch_row;
       const int64_t col = tile.col + patch_col;
       Patch<bf16_t> patch;

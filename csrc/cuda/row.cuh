@@ -156,25 +156,66 @@ __device__ __forceinline__ Eight load_whole_eight(const RowView& row, int64_t co
   return result;
 }
 
-// A vector's eight values, or what leaves everything as it is where there is no vector. kWhole: of aligned
-// eights.
-template <bool kWhole = false>
-__device__ __forceinline__ void load_vector(const RowView& from, int64_t col, float none, float (&v)[8]) {
-  if (from.data != nullptr) {
-    return to_floats(kWhole ? load_whole_eight(from, col) : load_eight(from, col), from.dtype, v);
+// Eight of a vector, as they lie in memory. kWhole: of aligned eights. Anything where there is no vector.
+template <bool kWhole>
+__device__ __forceinline__ Eight load_of_vector(const RowView& from, int64_t col) {
+  if (from.data == nullptr) return Eight{};
+  return kWhole ? load_whole_eight(from, col) : load_eight(from, col);
+}
+
+// The first 16 bytes of eight of a vector of aligned eights: all of them, or four of fp32.
+__device__ __forceinline__ uint4 load_first(const RowView& from, int64_t col) {
+  if (from.data == nullptr || col >= from.cols) return make_uint4(0u, 0u, 0u, 0u);
+  return __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(from.data) + col * size_of(from.dtype)));
+}
+
+// The values of half of them, or `none` where there is no vector. first: of load_first.
+__device__ __forceinline__ void values_of_half(const RowView& from, int64_t col, const uint4& first, int half, float none,
+                                               float (&v)[4]) {
+  const uint32_t words[2] = {half == 0 ? first.x : first.z, half == 0 ? first.y : first.w};
+  if (from.data == nullptr) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = none;
+  } else if (from.dtype == Float::kBF16) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = Words<bf16_t>::element(words[j / 2], j % 2);
+  } else if (from.dtype == Float::kF16) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = Words<fp16_t>::element(words[j / 2], j % 2);
+  } else {
+    uint4 four = first;
+    if (half != 0 && col < from.cols) {
+      four = __ldg(reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + col) + 1);
+    }
+    v[0] = float_of(four.x), v[1] = float_of(four.y), v[2] = float_of(four.z), v[3] = float_of(four.w);
   }
+}
+
+// Their values, or what leaves everything as it is where there is no vector.
+__device__ __forceinline__ void values_of_vector(const RowView& from, const Eight& loaded, float none, float (&v)[8]) {
+  if (from.data != nullptr) return to_floats(loaded, from.dtype, v);
 #pragma unroll
   for (int j = 0; j < 8; ++j) v[j] = none;
 }
 
 constexpr float kNoBias = -0.0f;  // x + -0 is x, for x = -0 too
 
-template <bool kWhole = false>
-__device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
-  load_vector<kWhole>(weight, col, 1.0f, v);
+__device__ __forceinline__ void gains_of_vector(const RowView& weight, const Eight& loaded, bool zero_centered,
+                                                float (&v)[8]) {
+  values_of_vector(weight, loaded, 1.0f, v);
   if (!zero_centered) return;
 #pragma unroll
   for (int j = 0; j < 8; ++j) v[j] += 1.0f;
+}
+
+template <bool kWhole = false>
+__device__ __forceinline__ void load_bias(const RowView& bias, int64_t col, float (&v)[8]) {
+  values_of_vector(bias, load_of_vector<kWhole>(bias, col), kNoBias, v);
+}
+
+template <bool kWhole = false>
+__device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
+  gains_of_vector(weight, load_of_vector<kWhole>(weight, col), zero_centered, v);
 }
 
 // ---------------------------------------------------------------------------------------------- sums of rows
@@ -200,8 +241,9 @@ class RowTeam {
 
   static __device__ __forceinline__ int rank() { return static_cast<int>(threadIdx.x % kThreads); }
 
-  // The sum of all threads' accumulators, in all of them. Two buffers in turn: who is a sum ahead writes the
-  // other.
+  // The sum of all threads' accumulators, in all of them or in the first 32. Two buffers in turn: who is a sum ahead
+  // writes the other.
+  template <bool kEverywhere = true>
   __device__ __forceinline__ float sum(const float (&accumulators)[8]) {
     float* vectors = scratch_ + turn_ * kThreads;
     turn_ ^= 1;
@@ -212,6 +254,7 @@ class RowTeam {
       case 2: asm volatile("bar.sync 3, 128;" ::: "memory"); break;
       default: asm volatile("bar.sync 4, 128;" ::: "memory");
     }
+    if (!kEverywhere && rank() >= 32) return 0.0f;
     const int lane = static_cast<int>(threadIdx.x % 32);
     return fold_lanes((vectors[lane] + vectors[64 + lane]) + (vectors[32 + lane] + vectors[96 + lane]));
   }
@@ -254,18 +297,19 @@ struct TeamRow {
   static constexpr int kColumns = kVectors * 1024;
   uint4 vector[kVectors];
 
-  // Vectors from `first` on; zeros behind the row's end.
+  // Vectors from `first` on; zeros behind the row's end. kKeep: somebody reads them again soon, out of L2.
+  template <bool kKeep = false>
   __device__ __forceinline__ void load(const uint4* row, int first, int vectors) {
+    const uint64_t keep = kKeep ? keep_in_l2() : 0u;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int at = first + i * RowTeam::kThreads + RowTeam::rank();
-      vector[i] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
+      if (kKeep) {
+        vector[i] = load_kept(row + at, at < vectors, keep);
+      } else {
+        vector[i] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
+      }
     }
-  }
-  // Brings a row into L2: what a team does not hold yet waits there.
-  static __device__ __forceinline__ void prefetch(const uint4* row, int vectors) {
-#pragma unroll 1
-    for (int at = 8 * RowTeam::rank(); at < vectors; at += 8 * RowTeam::kThreads) prefetch_line(row + at);
   }
   // Keeps the compiler from holding on to what it has unpacked: two registers an element.
   __device__ __forceinline__ void forget_unpacked() {
@@ -302,7 +346,9 @@ struct TeamRow {
 };
 
 // The statistics of a row of which `held` has the first vectors; ends with the last ones in it. kWhole: it has all.
-template <bool kCentered, bool kWhole, int kVectors>
+// kEverywhere: in all threads of the team, not just in the first. Else the row is not needed any more, but others will
+// read it.
+template <bool kCentered, bool kWhole, bool kEverywhere, int kVectors>
 __device__ __forceinline__ RowStats stats_of_row(RowTeam& team, TeamRow<kVectors>& held, const uint4* row, int vectors,
                                                  float eps) {
   constexpr int kStep = kVectors * RowTeam::kThreads;
@@ -313,31 +359,40 @@ __device__ __forceinline__ RowStats stats_of_row(RowTeam& team, TeamRow<kVectors
     held.add_values(total);
 #pragma unroll 1
     for (int first = kStep; !kWhole && first < vectors; first += kStep) {
-      held.load(row, first, vectors);
+      held.template load<!kEverywhere>(row, first, vectors);
       held.add_values(total);
     }
     mean = count.divide(team.sum(total));
     held.forget_unpacked();
-    if (!kWhole && vectors > kStep) held.load(row, 0, vectors);
+    // Where there is nothing to be done with the row behind this, it is never loaded again if it is whole. But the
+    // compiler does not know, and keeps nothing unpacked.
+    constexpr bool kPretend = kWhole && !kEverywhere;
+    if (kPretend ? !(eps >= 0.0f) : !kWhole && vectors > kStep) held.template load<!kEverywhere>(row, 0, vectors);
   }
   float squares[8] = {};
   held.template add_squares<kCentered>(squares, mean, 0, vectors);
 #pragma unroll 1
   for (int first = kStep; !kWhole && first < vectors; first += kStep) {
-    held.load(row, first, vectors);
+    held.template load<!kEverywhere>(row, first, vectors);
     held.template add_squares<kCentered>(squares, mean, first, vectors);
   }
-  const float rstd = reciprocal_deviation(team.sum(squares), count, eps);
+  const float sum = team.sum<kEverywhere>(squares);
+  if (!kEverywhere && RowTeam::rank() >= 32) return RowStats{mean, 0.0f};
+  const float rstd = reciprocal_deviation(sum, count, eps);
   held.forget_unpacked();
   return RowStats{mean, rstd};
 }
 
-// What a norm makes of eight values; shift: of RowStats.
+// What a norm makes of a value; shift: of RowStats.
+__device__ __forceinline__ float norm_of(float v, float rstd, float shift, float gain, float bias) {
+  return fused_multiply_add(fused_multiply_add(v, rstd, shift), gain, bias);
+}
+
 __device__ __forceinline__ void apply_norm(float (&v)[8], float rstd, float shift, const float (&gain)[8],
                                            const float (&bias)[8]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    v[j] = fused_multiply_add(fused_multiply_add(v[j], rstd, shift), gain[j], bias[j]);
+    v[j] = norm_of(v[j], rstd, shift, gain[j], bias[j]);
   }
 }
 

@@ -1,4 +1,4 @@
-// Host side of made.cuh and bands.cuh: what may be made on the fly, and the counters of its order of work.
+// Host side of made.cuh and bands.cuh: what may be made on the fly, and the statistics that its tiles wait for.
 #include "made.cuh"
 #include "tile.cuh"
 
@@ -6,15 +6,20 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-__global__ void bands_reset_kernel(unsigned* counters, unsigned count) {
-  for (unsigned i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0u;
+constexpr int kMarkThreads = 256;
+
+__global__ void mark_pending_kernel(float* mean, float* rstd, int64_t rows, const float* noop) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kMarkThreads + threadIdx.x;
+  if (row >= rows || is_noop(noop)) return;
+  rstd[row] = float_of(kPendingBits);
+  if (mean != nullptr) mean[row] = float_of(kPendingBits);
 }
 
 }  // namespace
 
-void launch_bands_reset(const Bands& order, Lane lane) {
-  bands_reset_kernel<<<1, 256, 0, stream_of(lane)>>>(order.counters, order.bands);
-  check_launch("bands_reset_kernel");
+void launch_mark_pending(float* mean, float* rstd, int64_t rows, const float* noop, Lane lane) {
+  launch("mark_pending_kernel", mark_pending_kernel, grid_size(ceil_div(rows, kMarkThreads)), kMarkThreads, lane, mean,
+         rstd, rows, noop);
 }
 
 Made made_of(const Source& x, bool with_stats) {
@@ -44,8 +49,7 @@ Made made_of(const Source& x, bool with_stats) {
   made.rstd = x.rstd;
   made.partials = x.partials;
   const bool ordered = with_stats && x.make_stats;
-  if (ordered) check::required("the workspace", x.workspace, alignof(unsigned));
-  made.order = bands_of(x.rows, made.cols, ordered ? static_cast<unsigned*>(x.workspace) : nullptr);
+  made.order = bands_of(x.rows, made.cols, ordered);
   const int64_t pieces = ordered ? band_pieces(made.order) : tile_count(made.rows, made.cols);
   made.pieces = static_cast<unsigned>(grid_size(pieces));
   return made;

@@ -82,6 +82,14 @@ struct TilePlace {
   int64_t col;
 };
 
+// The same of matrices whose rows and columns fit 32 bits (check::fused), where registers are short.
+struct NearPlace {
+  int row;
+  int col;
+
+  __device__ __forceinline__ operator TilePlace() const { return TilePlace{row, col}; }
+};
+
 template <typename Shape = SquareTile>
 __device__ __forceinline__ TilePlace tile_place(const TileRegion& region, unsigned tile) {
   const unsigned down = region.across == 0u ? 0u : tile / region.across;

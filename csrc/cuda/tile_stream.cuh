@@ -25,11 +25,10 @@ struct TileWalk {
 class TileCursor {
  public:
   __device__ __forceinline__ explicit TileCursor(const TileWalk& walk)
-      : at_(blockIdx.x), down_(blockIdx.x / walk.region.across), across_(blockIdx.x - down_ * walk.region.across) {}
+      : down_(blockIdx.x / walk.region.across), across_(blockIdx.x - down_ * walk.region.across) {}
 
-  __device__ __forceinline__ bool there(const TileWalk& walk) const { return at_ < walk.region.tiles(); }
+  __device__ __forceinline__ bool there(const TileWalk& walk) const { return down_ < walk.region.down; }
   __device__ __forceinline__ void next(const TileWalk& walk) {
-    at_ += gridDim.x;
     down_ += walk.step_down;
     across_ += walk.step_across;
     if (across_ < walk.region.across) return;
@@ -37,14 +36,13 @@ class TileCursor {
     ++down_;
   }
   template <typename Shape>
-  __device__ __forceinline__ TilePlace place(const TileWalk& walk) const {
+  __device__ __forceinline__ NearPlace place(const TileWalk& walk) const {
     const unsigned down = walk.backwards ? walk.region.down - 1u - down_ : down_;
     const unsigned across = walk.backwards ? walk.region.across - 1u - across_ : across_;
-    return TilePlace{static_cast<int64_t>(down) * Shape::kRows, static_cast<int64_t>(across) * Shape::kCols};
+    return NearPlace{static_cast<int>(down * Shape::kRows), static_cast<int>(across * Shape::kCols)};
   }
 
  private:
-  unsigned at_;
   unsigned down_;
   unsigned across_;
 };
@@ -63,14 +61,14 @@ __device__ __forceinline__ void for_each_streamed_tile(const TileInput<bf16_t>& 
                                                        int patch_col, uint4* memory, const Consume& consume) {
   uint4* mine = memory + threadIdx.x;
   const bf16_t* corner = x.data + patch_row * x.stride + patch_col;
-  const auto fetch = [&](const TilePlace& tile) {
+  const auto fetch = [&](const NearPlace& tile) {
     fetch_patch(corner + tile.row * x.stride + tile.col, x.stride, mine);
   };
   TileCursor cursor(walk);
   if (cursor.there(walk)) fetch(cursor.template place<Shape>(walk));
 #pragma unroll 1
   while (cursor.there(walk)) {
-    const TilePlace tile = cursor.template place<Shape>(walk);
+    const NearPlace tile = cursor.template place<Shape>(walk);
     Patch<bf16_t> patch;
     wait_for_copies();
     take_patch(mine, patch);

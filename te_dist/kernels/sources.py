@@ -65,28 +65,26 @@ def producer_fields(p: Producer, column_sums: bool = True) -> tuple[Any, ...]:
     head = (p.x.data_ptr(), FLOAT_CODE[p.x.dtype], rows, cols, stride, p.kind)
     if isinstance(p, NormOutput):
         make_stats, p.stats_ready = not p.stats_ready, True
-        if make_stats and p.device.type == "cuda":
-            p.workspace = torch.empty(1 + column_tiles(rows), dtype=torch.int32, device=p.device)
         return (
             *head, 0, False, p.zero_centered, make_stats, p.eps, 0, 0,
-            *vector(p.weight), *vector(p.bias), pointer(p.mean), pointer(p.rstd), partials, pointer(p.workspace),
+            *vector(p.weight), *vector(p.bias), pointer(p.mean), pointer(p.rstd), partials,
         )  # fmt: skip
     if isinstance(p, ActivationOutput):
         code = ACTIVATION_CODES[p.activation]
-        return (*head, code, p.gated, False, False, 0.0, 0, 0, 0, 0, *vector(p.bias), 0, 0, partials, 0)
+        return (*head, code, p.gated, False, False, 0.0, 0, 0, 0, 0, *vector(p.bias), 0, 0, partials)
     if isinstance(p, ActivationGradient):
         code, grad_stride = ACTIVATION_CODES[p.activation], max(p.grad.stride(0), p.grad.shape[1])
         return (
             *head, code, p.gated, False, False, 0.0, p.grad.data_ptr(), grad_stride,
-            0, 0, *vector(p.bias), 0, 0, partials, 0,
+            0, 0, *vector(p.bias), 0, 0, partials,
         )  # fmt: skip
-    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials, 0)  # see plain_with_sums
+    return (*head, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials)  # see plain_with_sums
 
 
 def plain_with_sums(address: int, code: int, rows: int, cols: int, partials: int) -> tuple[Any, ...]:
     """A contiguous matrix whose columns are to be added up, as one argument of a kernel."""
     return (
-        address, code, rows, cols, cols, Plain.kind, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials, 0,
+        address, code, rows, cols, cols, Plain.kind, 0, False, False, False, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, partials,
     )  # fmt: skip
 
 
