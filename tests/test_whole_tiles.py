@@ -19,7 +19,7 @@ from test_producers import activation, gradient, matrix, norm
 from torch import Tensor
 
 import te_dist
-from te_dist import kernels
+from te_dist import kernels, reference, reference_producers
 from te_dist.producers import NormOutput, Plain, Producer
 
 pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
@@ -63,6 +63,51 @@ def test_every_magnitude_as_the_largest_of_its_block(device: str) -> None:
 
 
 @pytest.mark.cuda
+def nvfp4_inputs() -> dict[str, Tensor]:
+    """What reaches every code, every tie and every kind of scale."""
+    generator = torch.Generator().manual_seed(0)
+    x = matrix(256, 640, torch.bfloat16)
+    powers = torch.randint(-24, 1, (16, 40), generator=generator).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    # One 2688 makes the tensor's scale 1, a 6 in each block makes the blocks' 1: values are rounded as they are.
+    ties = (torch.randint(-24, 25, x.shape, generator=generator) / 4).bfloat16()
+    nudge = torch.randint(-1, 2, x.shape, generator=generator).to(torch.int16)
+    ties = torch.where(ties.abs() < 6, (ties.view(torch.int16) + nudge).view(torch.bfloat16), ties)
+    ties[::16], ties[:, ::16], ties[0, 0] = 6.0, 6.0, 2688.0
+    return {
+        "normal": x,
+        "specials": with_specials(x),
+        "blocks of many magnitudes": x * 2.0**powers,
+        "ties": ties,
+        "tiny": x * 2.0**-126,
+        "subnormal next to normal": torch.where(torch.arange(256)[:, None] % 3 == 0, x * 2.0**-127, x * 2.0**-104),
+        "huge": x.clamp(-1, 1) * 2.0**127,
+        "huge beside tiny": torch.where(torch.arange(640) % 32 < 16, x * 2.0**120, x * 2.0**-110),
+        "zeros": torch.where(torch.arange(640) % 48 < 16, x, x * 0),
+        "nothing": x * -0.0,
+    }
+
+
+def test_nvfp4_codes_by_lines() -> None:
+    """The arithmetic of csrc/cuda/nvfp4_whole.cu's codes, at every tie and the floats around it: no sum may round to a
+    tie, nor a tie to anything else."""
+    points = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 6.9])
+    near = torch.arange(-5000, 5001, dtype=torch.int32)
+    values = (points.view(torch.int32)[:, None] + near).clamp(min=0).view(torch.float32).flatten()
+    values = torch.cat([values, torch.linspace(0, 6.95, 100_001)])
+    scaled = values / 256
+    second = reference_producers.fma(scaled, 0.5 * (1 - 2.0**-22), (2 + 3 * 2.0**-22) / 512)
+    third = reference_producers.fma(scaled, 0.25 * (1 + 2.0**-23), (4 - 2.0**-22) / 512)
+    codes = scaled.minimum(second).minimum(third).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(codes, reference.encode_e2m1(values))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht", "nvfp4_rht_plain_signs"])
+@pytest.mark.parametrize("planes", PLANES)
+def test_nvfp4(name: str, planes: str, device: str) -> None:
+    for label, x in nvfp4_inputs().items():
+        check_against_reference(QUANTIZERS[name], x, planes, device, f"{name} {label}")
+
+
 @pytest.mark.parametrize("pointer", [0, 8, 16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:

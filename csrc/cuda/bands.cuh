@@ -20,8 +20,8 @@ struct BandConfig {
   // Of statistics. Few, so that they are there soon, and what they have read is still in L2.
   static constexpr int kRowsPerPiece = 2;
   static constexpr int kPieces = kRows / kRowsPerPiece;
-  // Pieces that the statistics lead by, for each multiprocessor: half as many again as are worked on at once. With fewer,
-  // tiles wait; with more, L2 forgets.
+  // Pieces that the statistics lead by, for each multiprocessor: half as many again as are worked on at once. With
+  // fewer, tiles wait; with more, L2 forgets.
   static constexpr int kAhead = 6;
 };
 

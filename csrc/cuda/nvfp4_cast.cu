@@ -17,8 +17,9 @@ void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* a
     check::hadamard(options, x.rows);
     check::required("amax_col", amax_col, sizeof(float));
   }
-  const auto launch_rounding = options.rng == nullptr ? launch_nvfp4<false> : launch_nvfp4_random;
-  launch_rounding(x, options, amax_row, amax_col, out, noop, lane);
+  if (options.rng != nullptr) return launch_nvfp4_random(x, options, amax_row, amax_col, out, noop, lane);
+  if (launch_nvfp4_whole(x, options, amax_row, amax_col, out, noop, lane)) return;
+  launch_nvfp4<false>(x, options, amax_row, amax_col, out, noop, lane);
 }
 
 }  // namespace cuda

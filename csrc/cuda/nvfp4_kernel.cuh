@@ -31,8 +31,8 @@ struct NvTile {
   static constexpr int kColScales = NvConfig::kGroups;
   struct Shared {
     alignas(16) Stage<NvConfig::kGroups, 3, kCols, NvConfig::kThreads> codes;  // of the column plane
-    alignas(4) uint8_t row_scales[NvConfig::kRows][kRowScales];
-    alignas(4) uint8_t col_scales[kCols][kColScales];
+    alignas(8) uint8_t row_scales[NvConfig::kRows][kRowScales];
+    alignas(8) uint8_t col_scales[kCols][kColScales];
   };
   // Scale rows are padded to 128, so tiles cover the columns up to there.
   static int64_t across(int64_t cols) { return ceil_div(round_up(cols, 128), kCols); }
@@ -426,16 +426,24 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvConfig::kWarpsPerSm * 32
   flush_scales(shared.col_scales, col, col0, row0 / kBlock);
 }
 
+template <typename T>
+NvPlane nv_row_plane(const Input& x, const Planes& out, const float* amax) {
+  return NvPlane{byte_matrix(out.row_data, x.rows, x.cols / 2, NvPatch<T>::kCols / 2),
+                 static_cast<uint8_t*>(out.row_scale), amax};
+}
+
+inline NvPlane nv_col_plane(const Input& x, const Planes& out, const float* amax) {
+  return NvPlane{byte_matrix(out.col_data, x.cols, x.rows / 2, 16), static_cast<uint8_t*>(out.col_scale), amax};
+}
+
 template <bool kRandom>
 void launch_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                   const Planes& out, const float* noop, Lane lane) {
   const NvRule rule{options.two_d, options.hadamard, options.signs, options.rng};
-  const NvPlane col{byte_matrix(out.col_data, x.cols, x.rows / 2, 16), static_cast<uint8_t*>(out.col_scale),
-                    amax_col};
+  const NvPlane col = nv_col_plane(x, out, amax_col);
   dispatch_nv_patch(x.dtype, [&](auto values) {
     using T = TypeOf<decltype(values)>;
-    const NvPlane row{byte_matrix(out.row_data, x.rows, x.cols / 2, NvPatch<T>::kCols / 2),
-                      static_cast<uint8_t*>(out.row_scale), amax_row};
+    const NvPlane row = nv_row_plane<T>(x, out, amax_row);
     const int64_t across = NvTile<T>::across(x.cols);
     const int blocks = grid_size(ceil_div(x.rows, NvConfig::kRows) * across);
     launch("nvfp4_kernel", nvfp4_kernel<T, kRandom>, blocks, NvConfig::kThreads, lane, nv_input(values, x),
@@ -446,6 +454,10 @@ void launch_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax
 // nvfp4_random.cu's launch_nvfp4<true>.
 void launch_nvfp4_random(const Input& x, const Nvfp4Options& options, const float* amax_row,
                          const float* amax_col, const Planes& out, const float* noop, Lane lane);
+
+// nvfp4_whole.cu's, for round to nearest; false: it is not for that one.
+bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                        const Planes& out, const float* noop, Lane lane);
 
 }  // namespace cuda
 }  // namespace te_dist

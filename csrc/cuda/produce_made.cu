@@ -45,7 +45,8 @@ void launch_produce_made(const Source& x, const Output& out, Lane lane) {
   const Made made = made_of(x, true);
   auto* to = static_cast<bf16_t*>(out.data);
   if (!made.activated()) {
-    return launch_way<Way::kNorm>("produce_patches_kernel", produce_patches_kernel<Way::kNorm>, 0, made, nullptr, lane, to);
+    return launch_way<Way::kNorm>("produce_patches_kernel", produce_patches_kernel<Way::kNorm>, 0, made, nullptr, lane,
+                                  to);
   }
   launch_made("produce_made_kernel", produce_made_kernel, made, lane, to);
 }

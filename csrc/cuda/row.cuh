@@ -170,8 +170,8 @@ __device__ __forceinline__ uint4 load_first(const RowView& from, int64_t col) {
 }
 
 // The values of half of them, or `none` where there is no vector. first: of load_first.
-__device__ __forceinline__ void values_of_half(const RowView& from, int64_t col, const uint4& first, int half, float none,
-                                               float (&v)[4]) {
+__device__ __forceinline__ void values_of_half(const RowView& from, int64_t col, const uint4& first, int half,
+                                               float none, float (&v)[4]) {
   const uint32_t words[2] = {half == 0 ? first.x : first.z, half == 0 ? first.y : first.w};
   if (from.data == nullptr) {
 #pragma unroll

@@ -1,0 +1,277 @@
+// NVFP4 rounded to nearest of what most matrices are: bf16, whole tiles of 128 x 128, planes whose rows are aligned, no
+// square blocks, and the standard signs. The same bytes as nvfp4_kernel.cuh makes of any tile, in three quarters of the
+// instructions, and in loops: all of a tile's work in one piece does not fit the cache of instructions.
+//
+// A thread has 16 rows of 8 columns. It makes the codes of four rows at a time, while the next four are on their way,
+// and puts the rows into shared memory, out of which it takes two columns at a time. Nobody else reads them there.
+#include "nvfp4_kernel.cuh"
+#include "powers.cuh"
+
+namespace te_dist {
+namespace cuda {
+namespace {
+
+struct NvWhole {
+  static constexpr int kRowsAtOnce = 4;
+  static constexpr int kBlocksPerSm = 5;
+
+  struct Shared {
+    uint32_t word[4][kBlock][NvConfig::kThreads];  // of the patches
+    NvTile<bf16_t>::Shared planes;
+    Nvfp4Global global[2];  // of the row plane and of the column plane
+  };
+};
+
+// ---------------------------------------------------------------------------------------------- codes
+// E2M1's code of a magnitude a is the least of 2a, a + 2 and a/2 + 4, rounded to an integer, and E4M3's smallest
+// numbers are the integers times 2^-9: its conversion rounds two of them at a time. But the sums are rounded before,
+// and must not become ties, or stop to be, next to a = 2.5, 3.5 and 5. So the second line is a little less steep, and
+// goes through 3 as it did, and the third one a little more, and lower: there, roundings stay on their side. This is
+// encode_e2m1 for each float up to 6.95 (tests/test_whole_tiles.py).
+struct CodeLines {
+  static constexpr float kUnit = 1.0f / 512.0f;
+  static constexpr float kFirst = 2.0f * kUnit;  // times a is the first line
+  static constexpr float kSecond = 0.5f * (1.0f - 1.0f / 4194304.0f);
+  static constexpr float kSecondStart = (2.0f + 3.0f / 4194304.0f) * kUnit;
+  static constexpr float kThird = 0.25f * (1.0f + 1.0f / 8388608.0f);
+  static constexpr float kThirdStart = (4.0f - 1.0f / 4194304.0f) * kUnit;
+
+  // scaled: a times kFirst.
+  static __device__ __forceinline__ float least(float scaled) {
+    return float_of(__vimin3_u32(bits_of(scaled), bits_of(__fmaf_rn(scaled, kSecond, kSecondStart)),
+                                 bits_of(__fmaf_rn(scaled, kThird, kThirdStart))));
+  }
+};
+
+// Eight bf16 values; factor: times kFirst, and none of them scales past 6.9.
+__device__ __forceinline__ uint32_t pack_by_lines(const uint32_t* word, float factor) {
+  const auto at = [&](int i) { return CodeLines::least(magnitude_of<bf16_t>(word, i) * factor); };
+  const uint32_t even = encode_four<E4M3>(at(0), at(2), at(4), at(6));
+  const uint32_t odd = encode_four<E4M3>(at(1), at(3), at(5), at(7));
+  return odd * 16u + even + signs_of_eight(word);
+}
+
+// Whether a factor may be scaled by powers of two without rounding.
+__device__ __forceinline__ bool is_easy(const NvScale& scale) { return scale.plain && scale.factor > 0x1p-100f; }
+
+// ---------------------------------------------------------------------------------------------- row plane
+struct FourRows {
+  uint32_t word[NvWhole::kRowsAtOnce][4];
+
+  __device__ __forceinline__ void load(const bf16_t* from, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+      const uint4 v = load_bulk(reinterpret_cast<const uint4*>(from + i * stride));
+      word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
+    }
+  }
+  // The largest magnitudes of two rows' blocks, in the halves of a word. The other thread that holds those blocks has
+  // the other two rows'.
+  __device__ __forceinline__ uint32_t maxima(bool odd) const {
+    uint32_t pair[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const auto& a = word[2 * k];
+      const auto& b = word[2 * k + 1];
+      pair[k] = fold_pairs(larger_pair(a[0], a[1], a[2], a[3]), larger_pair(b[0], b[1], b[2], b[3]));
+    }
+    const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? pair[0] : pair[1], 1);
+    return magnitudes(larger_pair(odd ? pair[1] : pair[0], other));
+  }
+};
+
+// Codes of four rows, to `to` and pitch bytes on. scales: of the thread's first row, kRowScales a row.
+__device__ __forceinline__ void write_four_rows(const FourRows& rows, const Nvfp4Global& global, uint8_t* to,
+                                                int64_t pitch, uint8_t* scales) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const bool odd = lane % 2 != 0;
+  const uint32_t maxima = rows.maxima(odd);
+  const NvScale mine[2] = {make_scale(float_of(low_float(maxima)), global),
+                           make_scale(float_of(high_float(maxima)), global)};
+  constexpr int kPitch = NvTile<bf16_t>::kRowScales;
+  scales += (odd ? 2 : 0) * kPitch;
+  scales[0] = static_cast<uint8_t>(mine[0].code);
+  scales[kPitch] = static_cast<uint8_t>(mine[1].code);
+  const auto write = [&](const float(&factor)[2], const auto& pack) {
+#pragma unroll
+    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+      const float heard = __shfl_sync(kFullWarp, factor[i % 2], lane / 2 * 2 + i / 2);
+      store_bulk(reinterpret_cast<uint32_t*>(to), pack(rows.word[i], heard));
+      to += pitch;
+    }
+  };
+  if (__all_sync(kFullWarp, is_easy(mine[0]) && is_easy(mine[1]))) {
+    return write({mine[0].factor * CodeLines::kFirst, mine[1].factor * CodeLines::kFirst}, pack_by_lines);
+  }
+  write({exact_factor(mine[0].code, global), exact_factor(mine[1].code, global)},
+        [](const uint32_t(&from)[4], float factor) {
+          uint32_t word[4] = {from[0], from[1], from[2], from[3]};
+          make_plain(word, factor);
+          return pack_plain(word, factor);
+        });
+}
+
+// ---------------------------------------------------------------------------------------------- column plane
+struct ColumnCodes {
+  uint2 codes;
+  uint32_t scale;
+};
+
+__device__ __forceinline__ uint32_t max_of_column(const uint32_t (&pair)[8]) {
+  const uint32_t half[2] = {larger_pair(pair[0], pair[1], pair[2], pair[3]),
+                            larger_pair(pair[4], pair[5], pair[6], pair[7])};
+  const uint32_t two = magnitudes(larger_pair(half[0], half[1]));
+  return max(low_float(two), high_float(two));
+}
+
+// Values as they are, with what make_plain does to them where that is needed.
+__device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], const Nvfp4Global& global) {
+  const NvScale scale = make_scale(float_of(max_of_column(pair)), global);
+  float factor = exact_factor(scale.code, global);
+  make_plain(pair, factor);
+  return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale.code};
+}
+
+__device__ __forceinline__ ColumnCodes pack_column(uint32_t (&pair)[8], const NvScale& scale, float factor) {
+  return ColumnCodes{make_uint2(pack_by_lines(pair, factor), pack_by_lines(pair + 4, factor)), scale.code};
+}
+
+// Column e of two that lie in words.
+__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e,
+                                                       const Nvfp4Global& global) {
+  uint32_t pair[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
+  const NvScale scale = make_scale(float_of(max_of_column(pair)), global);
+  if (!__all_sync(kFullWarp, is_easy(scale))) return pack_hard_column(pair, global);
+  return pack_column(pair, scale, scale.factor * CodeLines::kFirst);
+}
+
+// The same, transformed. The transform ends with a product with 1/4, which commutes with the rounding to bf16 unless
+// numbers are very large or very small, so that the factor takes it over.
+__device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)[kBlock], int e,
+                                                          const Nvfp4Global& global) {
+  float v[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
+  flip_standard(v);
+  butterfly16(v);
+  uint32_t pair[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k], v[2 * k + 1]);
+  const float amax = float_of(max_of_column(pair));
+  const NvScale scale = make_scale(amax * 0.25f, global);
+  const bool usual = amax == 0.0f || (amax > 0x1p-100f && amax < 0x1p+120f);
+  if (!__all_sync(kFullWarp, usual && is_easy(scale))) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+    return pack_hard_column(pair, global);
+  }
+  return pack_column(pair, scale, scale.factor * (0.25f * CodeLines::kFirst));
+}
+
+// ---------------------------------------------------------------------------------------------- kernel
+// The eight scales of a line.
+__device__ __forceinline__ void store_scales(const uint8_t (&scales)[8], const NvPlane& plane, int64_t line,
+                                             int64_t block) {
+  uint8_t* to = plane.scale + line * (plane.data.cols / (kBlock / 2)) + block;
+  *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(scales);
+}
+
+template <bool kHadamard>
+__global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
+    nvfp4_whole_kernel(TileInput<bf16_t> x, TileRegion region, NvPlane row, NvPlane col, const float* noop) {
+  using Tile = NvTile<bf16_t>;
+  static_assert(Tile::kCols == SquareTile::kCols && NvConfig::kRows == SquareTile::kRows, "square tiles");
+  __shared__ NvWhole::Shared shared;
+  if (is_noop(noop)) return;
+  // Backwards: L2 still holds the end of what the amax has been taken of.
+  const TilePlace tile = tile_place(region, gridDim.x - 1 - blockIdx.x);
+  const int lane = static_cast<int>(threadIdx.x) % NvConfig::kLanes;
+  const int group = static_cast<int>(threadIdx.x) / NvConfig::kLanes;
+  const int64_t first = tile.row + group * kBlock;
+  const bf16_t* from = x.data + first * x.stride + tile.col + lane * NvPatch<bf16_t>::kCols;
+  FourRows rows;
+  rows.load(from, x.stride);
+  const bool with_rows = row.data.data != nullptr;
+  const bool with_columns = col.data.data != nullptr;
+  if (threadIdx.x == 0 && with_rows) shared.global[0] = nvfp4_global(*row.amax);
+  if (threadIdx.x == 32 && with_columns) shared.global[1] = nvfp4_global(*col.amax);
+  __syncthreads();
+  const Nvfp4Global row_global = shared.global[0];
+  uint8_t* to = row.data.data + first * row.data.cols + (tile.col + lane * NvPatch<bf16_t>::kCols) / 2;
+  uint8_t* scales = &shared.planes.row_scales[group * kBlock][lane / 2];
+  uint32_t* mine = &shared.word[0][0][threadIdx.x];
+  const auto handle = [&](const FourRows& rows) {
+    if (with_columns) {
+#pragma unroll
+      for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) mine[(w * kBlock + i) * NvConfig::kThreads] = rows.word[i][w];
+      }
+      mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
+    }
+    if (!with_rows) return;
+    write_four_rows(rows, row_global, to, row.data.cols, scales);
+    to += NvWhole::kRowsAtOnce * row.data.cols;
+    scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
+  };
+#pragma unroll 1
+  for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; step += 2) {
+    FourRows later;
+    from += NvWhole::kRowsAtOnce * x.stride;
+    later.load(from, x.stride);
+    handle(rows);
+    from += NvWhole::kRowsAtOnce * x.stride;
+    if (step == 0) rows.load(from, x.stride);
+    handle(later);
+  }
+  if (with_columns) {
+    const Nvfp4Global col_global = shared.global[1];
+#pragma unroll 1
+    for (int w = 0; w < 4; ++w) {
+      uint32_t word[kBlock];
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) word[i] = shared.word[w][i][threadIdx.x];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const ColumnCodes made =
+            kHadamard ? transformed_column(word, e, col_global) : column_as_it_is(word, e, col_global);
+        const int line = lane * NvPatch<bf16_t>::kCols + 2 * w + e;
+        shared.planes.codes.put(line, group, made.codes);
+        shared.planes.col_scales[line][group] = static_cast<uint8_t>(made.scale);
+      }
+    }
+  }
+  __syncthreads();
+  const int line = static_cast<int>(threadIdx.x);
+  if (with_rows) {
+    store_scales(shared.planes.row_scales[line], row, tile.row + line, tile.col / kBlock);
+  }
+  if (!with_columns) return;
+  store_scales(shared.planes.col_scales[line], col, tile.col + line, tile.row / kBlock);
+  shared.planes.codes.template flush<true>(col.data, tile.col, tile.row / 2, true);
+}
+
+}  // namespace
+
+bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                        const Planes& out, const float* noop, Lane lane) {
+  constexpr int kTile = TileConfig::kTile;
+  const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
+  const NvPlane col = nv_col_plane(x, out, amax_col);
+  const bool hadamard = options.hadamard && out.col_data != nullptr;
+  if (x.dtype != Float::kBF16 || x.rows % kTile != 0 || x.cols % kTile != 0 || !tile_input<bf16_t>(x).vector ||
+      !row.data.is_whole() || !col.data.is_whole() || !aligned(out.row_scale, 8) || !aligned(out.col_scale, 8) ||
+      options.two_d ||
+      (hadamard && options.signs != kHadamardSigns)) {
+    return false;
+  }
+  const TileRegion region = tile_region(0, 0, x.rows, x.cols);
+  launch("nvfp4_whole_kernel", hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>,
+         static_cast<int>(region.tiles()), NvConfig::kThreads, lane, tile_input<bf16_t>(x), region, row, col, noop);
+  return true;
+}
+
+}  // namespace cuda
+}  // namespace te_dist
