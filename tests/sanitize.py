@@ -21,7 +21,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 KERNEL_TESTS = (
-    "casts", "golden", "exactness", "delayed_scaling", "producers", "round_trip", "norm_modules", "whole_tiles",
+    "whole_tiles", "casts", "golden", "producers", "round_trip", "norm_modules", "delayed_scaling", "exactness",
 )  # fmt: skip
 
 

@@ -14,12 +14,6 @@ namespace {
 struct NvWhole {
   static constexpr int kRowsAtOnce = 4;
   static constexpr int kBlocksPerSm = 5;
-
-  struct Shared {
-    uint32_t word[4][kBlock][NvConfig::kThreads];  // of the patches
-    NvTile<bf16_t>::Shared planes;
-    Nvfp4Global global[2];  // of the row plane and of the column plane
-  };
 };
 
 // ---------------------------------------------------------------------------------------------- codes
@@ -51,8 +45,37 @@ __device__ __forceinline__ uint32_t pack_by_lines(const uint32_t* word, float fa
   return odd * 16u + even + signs_of_eight(word);
 }
 
-// Whether a factor may be scaled by powers of two without rounding.
-__device__ __forceinline__ bool is_easy(const NvScale& scale) { return scale.plain && scale.factor > 0x1p-100f; }
+// ---------------------------------------------------------------------------------------------- scales
+// What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
+// times CodeLines::kFirst; NaN where powers of two do not commute with roundings.
+struct PlaneScales {
+  Nvfp4Global global;
+  float encode;  // turns a magnitude into a scale
+  float factor[128];
+
+  // By all threads, when `global` is there. quarter: magnitudes and values are four times what they should be.
+  __device__ __forceinline__ void fill(bool quarter) {
+    const float part = quarter ? 0.25f : 1.0f;
+    const bool far = !(global.encode_sixth > 0x1p-90f && global.encode_sixth < 0x1p+90f);
+    if (threadIdx.x == 0) encode = global.encode_sixth * part;
+    // The factor of zeros keeps all others of that code from being easy, however small.
+    const float x = decode_scale(threadIdx.x) * global.decode;
+    const float of_code = threadIdx.x == 0 ? kFloatMax : reciprocal(x) * (part * CodeLines::kFirst);
+    factor[threadIdx.x] = far ? float_of(0x7FFFFFFFu) : of_code;
+  }
+};
+static_assert(NvConfig::kThreads == 128, "a code a thread");
+
+struct EasyScale {
+  uint32_t code;
+  float factor;
+  bool easy;  // pack_by_lines takes the factor
+
+  __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
+      : code(encode_fp8<E4M3>(amax * scales.encode)),
+        factor(scales.factor[code]),
+        easy(amax * factor < 6.9f * CodeLines::kFirst) {}
+};
 
 // ---------------------------------------------------------------------------------------------- row plane
 struct FourRows {
@@ -81,13 +104,13 @@ struct FourRows {
 };
 
 // Codes of four rows, to `to` and pitch bytes on. scales: of the thread's first row, kRowScales a row.
-__device__ __forceinline__ void write_four_rows(const FourRows& rows, const Nvfp4Global& global, uint8_t* to,
+__device__ __forceinline__ void write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
                                                 int64_t pitch, uint8_t* scales) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const bool odd = lane % 2 != 0;
   const uint32_t maxima = rows.maxima(odd);
-  const NvScale mine[2] = {make_scale(float_of(low_float(maxima)), global),
-                           make_scale(float_of(high_float(maxima)), global)};
+  const EasyScale mine[2] = {EasyScale(float_of(low_float(maxima)), from),
+                             EasyScale(float_of(high_float(maxima)), from)};
   constexpr int kPitch = NvTile<bf16_t>::kRowScales;
   scales += (odd ? 2 : 0) * kPitch;
   scales[0] = static_cast<uint8_t>(mine[0].code);
@@ -100,10 +123,10 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Nvfp
       to += pitch;
     }
   };
-  if (__all_sync(kFullWarp, is_easy(mine[0]) && is_easy(mine[1]))) {
-    return write({mine[0].factor * CodeLines::kFirst, mine[1].factor * CodeLines::kFirst}, pack_by_lines);
+  if (__all_sync(kFullWarp, mine[0].easy && mine[1].easy)) {
+    return write({mine[0].factor, mine[1].factor}, pack_by_lines);
   }
-  write({exact_factor(mine[0].code, global), exact_factor(mine[1].code, global)},
+  write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
         [](const uint32_t(&from)[4], float factor) {
           uint32_t word[4] = {from[0], from[1], from[2], from[3]};
           make_plain(word, factor);
@@ -132,25 +155,23 @@ __device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], con
   return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale.code};
 }
 
-__device__ __forceinline__ ColumnCodes pack_column(uint32_t (&pair)[8], const NvScale& scale, float factor) {
-  return ColumnCodes{make_uint2(pack_by_lines(pair, factor), pack_by_lines(pair + 4, factor)), scale.code};
+__device__ __forceinline__ ColumnCodes pack_easy_column(const uint32_t (&pair)[8], const EasyScale& scale) {
+  return ColumnCodes{make_uint2(pack_by_lines(pair, scale.factor), pack_by_lines(pair + 4, scale.factor)), scale.code};
 }
 
 // Column e of two that lie in words.
-__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e,
-                                                       const Nvfp4Global& global) {
+__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const PlaneScales& from) {
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
-  const NvScale scale = make_scale(float_of(max_of_column(pair)), global);
-  if (!__all_sync(kFullWarp, is_easy(scale))) return pack_hard_column(pair, global);
-  return pack_column(pair, scale, scale.factor * CodeLines::kFirst);
+  const EasyScale scale(float_of(max_of_column(pair)), from);
+  return __all_sync(kFullWarp, scale.easy) ? pack_easy_column(pair, scale) : pack_hard_column(pair, from.global);
 }
 
 // The same, transformed. The transform ends with a product with 1/4, which commutes with the rounding to bf16 unless
-// numbers are very large or very small, so that the factor takes it over.
+// numbers are very large or very small, so that scales take it over.
 __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)[kBlock], int e,
-                                                          const Nvfp4Global& global) {
+                                                          const PlaneScales& from) {
   float v[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
@@ -159,15 +180,11 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k], v[2 * k + 1]);
-  const float amax = float_of(max_of_column(pair));
-  const NvScale scale = make_scale(amax * 0.25f, global);
-  const bool usual = amax == 0.0f || (amax > 0x1p-100f && amax < 0x1p+120f);
-  if (!__all_sync(kFullWarp, usual && is_easy(scale))) {
+  const EasyScale scale(float_of(max_of_column(pair)), from);
+  if (__all_sync(kFullWarp, scale.easy)) return pack_easy_column(pair, scale);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
-    return pack_hard_column(pair, global);
-  }
-  return pack_column(pair, scale, scale.factor * (0.25f * CodeLines::kFirst));
+  for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+  return pack_hard_column(pair, from.global);
 }
 
 // ---------------------------------------------------------------------------------------------- kernel
@@ -178,41 +195,53 @@ __device__ __forceinline__ void store_scales(const uint8_t (&scales)[8], const N
   *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(scales);
 }
 
+struct NvShared {
+  uint4 patch[kBlock][NvConfig::kThreads];
+  NvTile<bf16_t>::Shared planes;
+  PlaneScales row;
+  PlaneScales col;
+};
+
 template <bool kHadamard>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
-    nvfp4_whole_kernel(TileInput<bf16_t> x, TileRegion region, NvPlane row, NvPlane col, const float* noop) {
+    nvfp4_whole_kernel(TileInput<bf16_t> x, NvPlane row, NvPlane col, const float* noop) {
   using Tile = NvTile<bf16_t>;
-  static_assert(Tile::kCols == SquareTile::kCols && NvConfig::kRows == SquareTile::kRows, "square tiles");
-  __shared__ NvWhole::Shared shared;
+  constexpr int kTile = TileConfig::kTile;
+  constexpr int kCols = NvPatch<bf16_t>::kCols;
+  static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile, "square tiles");
+  __shared__ NvShared shared;
   if (is_noop(noop)) return;
+  __builtin_assume(threadIdx.x < NvConfig::kThreads);
   // Backwards: L2 still holds the end of what the amax has been taken of.
-  const TilePlace tile = tile_place(region, gridDim.x - 1 - blockIdx.x);
+  const TilePlace tile{static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile,
+                       static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kTile};
   const int lane = static_cast<int>(threadIdx.x) % NvConfig::kLanes;
   const int group = static_cast<int>(threadIdx.x) / NvConfig::kLanes;
   const int64_t first = tile.row + group * kBlock;
-  const bf16_t* from = x.data + first * x.stride + tile.col + lane * NvPatch<bf16_t>::kCols;
+  const bf16_t* from = x.data + first * x.stride + tile.col + lane * kCols;
   FourRows rows;
   rows.load(from, x.stride);
   const bool with_rows = row.data.data != nullptr;
   const bool with_columns = col.data.data != nullptr;
-  if (threadIdx.x == 0 && with_rows) shared.global[0] = nvfp4_global(*row.amax);
-  if (threadIdx.x == 32 && with_columns) shared.global[1] = nvfp4_global(*col.amax);
+  if (threadIdx.x == 0 && with_rows) shared.row.global = nvfp4_global(*row.amax);
+  if (threadIdx.x == 32 && with_columns) shared.col.global = nvfp4_global(*col.amax);
   __syncthreads();
-  const Nvfp4Global row_global = shared.global[0];
-  uint8_t* to = row.data.data + first * row.data.cols + (tile.col + lane * NvPatch<bf16_t>::kCols) / 2;
+  if (with_rows) shared.row.fill(false);
+  if (with_columns) shared.col.fill(kHadamard);
+  __syncthreads();
+  uint8_t* to = row.data.data + first * row.data.cols + (tile.col + lane * kCols) / 2;
   uint8_t* scales = &shared.planes.row_scales[group * kBlock][lane / 2];
-  uint32_t* mine = &shared.word[0][0][threadIdx.x];
+  uint4* mine = &shared.patch[0][threadIdx.x];
   const auto handle = [&](const FourRows& rows) {
     if (with_columns) {
 #pragma unroll
       for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) mine[(w * kBlock + i) * NvConfig::kThreads] = rows.word[i][w];
+        mine[i * NvConfig::kThreads] = make_uint4(rows.word[i][0], rows.word[i][1], rows.word[i][2], rows.word[i][3]);
       }
       mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
     }
     if (!with_rows) return;
-    write_four_rows(rows, row_global, to, row.data.cols, scales);
+    write_four_rows(rows, shared.row, to, row.data.cols, scales);
     to += NvWhole::kRowsAtOnce * row.data.cols;
     scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
   };
@@ -226,28 +255,26 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     if (step == 0) rows.load(from, x.stride);
     handle(later);
   }
-  if (with_columns) {
-    const Nvfp4Global col_global = shared.global[1];
 #pragma unroll 1
-    for (int w = 0; w < 4; ++w) {
-      uint32_t word[kBlock];
+  for (unsigned turn = 0; with_columns && turn < 4u; ++turn) {
+    // Each eight lanes have columns of their own, so that they meet every bank once.
+    const unsigned w = (turn + threadIdx.x / 8u) % 4u;
+    const auto* words = reinterpret_cast<const uint32_t*>(&shared.patch[0][threadIdx.x]) + w;
+    uint32_t word[kBlock];
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) word[i] = shared.word[w][i][threadIdx.x];
+    for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const ColumnCodes made =
-            kHadamard ? transformed_column(word, e, col_global) : column_as_it_is(word, e, col_global);
-        const int line = lane * NvPatch<bf16_t>::kCols + 2 * w + e;
-        shared.planes.codes.put(line, group, made.codes);
-        shared.planes.col_scales[line][group] = static_cast<uint8_t>(made.scale);
-      }
+    for (int e = 0; e < 2; ++e) {
+      const ColumnCodes made =
+          kHadamard ? transformed_column(word, e, shared.col) : column_as_it_is(word, e, shared.col);
+      const int line = lane * kCols + static_cast<int>(2u * w) + e;
+      shared.planes.codes.put(line, group, made.codes);
+      shared.planes.col_scales[line][group] = static_cast<uint8_t>(made.scale);
     }
   }
   __syncthreads();
   const int line = static_cast<int>(threadIdx.x);
-  if (with_rows) {
-    store_scales(shared.planes.row_scales[line], row, tile.row + line, tile.col / kBlock);
-  }
+  if (with_rows) store_scales(shared.planes.row_scales[line], row, tile.row + line, tile.col / kBlock);
   if (!with_columns) return;
   store_scales(shared.planes.col_scales[line], col, tile.col + line, tile.row / kBlock);
   shared.planes.codes.template flush<true>(col.data, tile.col, tile.row / 2, true);
@@ -263,13 +290,14 @@ bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float
   const bool hadamard = options.hadamard && out.col_data != nullptr;
   if (x.dtype != Float::kBF16 || x.rows % kTile != 0 || x.cols % kTile != 0 || !tile_input<bf16_t>(x).vector ||
       !row.data.is_whole() || !col.data.is_whole() || !aligned(out.row_scale, 8) || !aligned(out.col_scale, 8) ||
-      options.two_d ||
+      options.two_d || x.rows / kTile > 65535 ||  // what a grid has downwards
       (hadamard && options.signs != kHadamardSigns)) {
     return false;
   }
-  const TileRegion region = tile_region(0, 0, x.rows, x.cols);
-  launch("nvfp4_whole_kernel", hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>,
-         static_cast<int>(region.tiles()), NvConfig::kThreads, lane, tile_input<bf16_t>(x), region, row, col, noop);
+  const dim3 tiles(static_cast<unsigned>(x.cols / kTile), static_cast<unsigned>(x.rows / kTile));
+  const auto kernel = hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>;
+  kernel<<<tiles, NvConfig::kThreads, 0, stream_of(lane)>>>(tile_input<bf16_t>(x), row, col, noop);
+  check_launch("nvfp4_whole_kernel");
   return true;
 }
 
