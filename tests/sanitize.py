@@ -1,6 +1,6 @@
 """compute-sanitizer over the kernel tests, on a machine with a GPU: make sanitize.
 
-    python tests/sanitize.py [memcheck racecheck ...] [--jobs N] [--seconds N]
+    python tests/sanitize.py [memcheck racecheck ...] [--files NAME ...] [--jobs N] [--seconds N]
 
 Runs the tests in as many processes as there are cores, each with a share of them. memcheck runs without torch's caching
 allocator, which would let a kernel write into its neighbour unseen; tests of CUDA graphs need the allocator, and run
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -28,11 +29,13 @@ KERNEL_TESTS = (
 GRACE = 45  # seconds that a test may take which began in time
 
 
-def start(tool: str, which: str, share: str, caching: bool, seconds: float) -> subprocess.Popen[str]:
-    files = [str(TESTS / f"test_{name}.py") for name in KERNEL_TESTS]
+def start(
+    tool: str, names: Sequence[str], which: str, share: str, caching: bool, seconds: float
+) -> subprocess.Popen[str]:
+    files = [str(TESTS / f"test_{name}.py") for name in names]
     plain = ["-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider"]
     others = ["--kernel-name-exclude", "kns=at6native"]  # torch's: they would take most of the time
-    tests = [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-k", which]
+    tests = [sys.executable, "-m", "pytest", "-v", "--durations=20", "-m", "cuda", "-k", which]
     command = ["compute-sanitizer", "--tool", tool, *others, *tests, *plain, *files]
     environment = {**os.environ, "TE_DIST_TEST_SHARE": share, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment["TE_DIST_TEST_SECONDS"] = str(seconds)
@@ -63,20 +66,30 @@ def is_clean(output: str, returncode: int | None, ended: bool) -> bool:
     return ended or (returncode == 0 and any("SUMMARY" in line for line in found))
 
 
-def check(tool: str, jobs: int, seconds: float) -> bool:
+def slowest(outputs: Sequence[str], count: int = 10) -> list[tuple[float, str]]:
+    """Seconds and names of the tests that took the longest, out of pytest's own lists."""
+    found = [re.findall(r"^([\d.]+)s call +(\S+)", output, re.MULTILINE) for output in outputs]
+    return sorted(((float(seconds), name) for each in found for seconds, name in each), reverse=True)[:count]
+
+
+def check(tool: str, names: Sequence[str], jobs: int, seconds: float) -> bool:
     """Whether no process has problems. Tests that there was no time for are counted."""
     deadline = time.monotonic() + seconds + GRACE
-    running = [start(tool, "not graph", f"{k}/{jobs}", tool != "memcheck", seconds) for k in range(jobs)]
-    running.append(start(tool, "graph", "0/1", True, seconds))
+    running = [start(tool, names, "not graph", f"{k}/{jobs}", tool != "memcheck", seconds) for k in range(jobs)]
+    running.append(start(tool, names, "graph", "0/1", True, seconds))
     passed = left = problems = cut = 0
+    outputs = []
     for process in running:
         output, ended = finish(process, deadline)
+        outputs.append(output)
         if not is_clean(output, process.returncode, ended):
             problems += 1
             print(output[-8000:])
         passed += output.count(" PASSED")
         left += output.count(" SKIPPED")
         cut += ended
+    for took, name in slowest(outputs):
+        print(f"{took:8.1f} s {name}")
     print(
         f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(running)} processes ended before their last "
         f"tests, {problems} with problems"
@@ -87,10 +100,11 @@ def check(tool: str, jobs: int, seconds: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tools", nargs="*", default=["memcheck", "racecheck"])
+    parser.add_argument("--files", nargs="+", default=KERNEL_TESTS, choices=KERNEL_TESTS, metavar="NAME")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="skip tests that would begin later")
     options = parser.parse_args()
-    return 0 if all([check(tool, options.jobs, options.seconds) for tool in options.tools]) else 1
+    return 0 if all([check(tool, options.files, options.jobs, options.seconds) for tool in options.tools]) else 1
 
 
 if __name__ == "__main__":
