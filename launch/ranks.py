@@ -6,6 +6,9 @@ import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -13,10 +16,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from te_dist.launch.config import ConfigError
 
-# Until training listens to signals itself, Ctrl-C ends a rank that is still importing without a traceback.
+# Until training listens to signals itself, Ctrl-C ends a rank that is still importing without a traceback. Before its
+# first line, it waits: see _blocked_for_ranks.
 _RANK = """
 import os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
 from {module} import main
 raise SystemExit(main())
 """
@@ -40,12 +45,27 @@ def run_ranks(module: str, arguments: list[str], ranks: int, restarts: int = 0) 
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "--no-python"]
     program = [sys.executable, "-c", _RANK.format(module=module), *arguments]
     try:
-        torchrun.run(torchrun.parse_args([*options, *program]))
+        with _blocked_for_ranks():
+            torchrun.run(torchrun.parse_args([*options, *program]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         return _blame(failed)
     return 0
+
+
+@contextmanager
+def _blocked_for_ranks() -> Iterator[None]:
+    """Start processes with Ctrl-C blocked, which they inherit: a Python that meets it before its first line says "Fatal
+    Python error" and more. Here, a thread takes it in the place of the main one, where handlers run as ever."""
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()
 
 
 def _quiet() -> None:

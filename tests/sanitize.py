@@ -68,7 +68,7 @@ def is_clean(output: str, returncode: int | None, ended: bool) -> bool:
 
 def slowest(outputs: Sequence[str], count: int = 10) -> list[tuple[float, str]]:
     """Seconds and names of the tests that took the longest, out of pytest's own lists."""
-    found = [re.findall(r"^([\d.]+)s call +(\S+)", output, re.MULTILINE) for output in outputs]
+    found = [re.findall(r"^([\d.]+)s call +(.+?)\s*$", output, re.MULTILINE) for output in outputs]
     return sorted(((float(seconds), name) for each in found for seconds, name in each), reverse=True)[:count]
 
 

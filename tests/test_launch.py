@@ -205,18 +205,22 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
 
 
-@pytest.mark.parametrize("stage", ["one process", "4 ranks"])
+@pytest.mark.parametrize("stage", ["one process", "4 ranks", "4 ranks before their first line"])
 def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
-    """While this process trains, and while its ranks start or train."""
+    """While this process trains, while its ranks start or train, and while their Pythons do not know of signals yet."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if "before" in stage:
+        (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(2.5)\n")
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-m", "te_dist.launch.cli", "demo", "--steps", "2000" if stage == "one process" else "2",
          "--out", str(tmp_path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(stage):
+            if line.startswith(stage[:7]):
                 break
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)

@@ -62,25 +62,30 @@ def test_every_magnitude_as_the_largest_of_its_block(device: str) -> None:
             check_against_reference(QUANTIZERS[name], x, "both", device, f"{name} {start}")
 
 
-@pytest.mark.cuda
 def nvfp4_inputs() -> dict[str, Tensor]:
-    """What reaches every code, every tie and every kind of scale."""
+    """Every code and every tie, scales of all sizes, and what has none."""
     generator = torch.Generator().manual_seed(0)
     x = matrix(256, 640, torch.bfloat16)
     powers = torch.randint(-24, 1, (16, 40), generator=generator).repeat_interleave(16, 0).repeat_interleave(16, 1)
     # One 2688 makes the tensor's scale 1, a 6 in each block makes the blocks' 1: values are rounded as they are.
     ties = (torch.randint(-24, 25, x.shape, generator=generator) / 4).bfloat16()
     nudge = torch.randint(-1, 2, x.shape, generator=generator).to(torch.int16)
-    ties = torch.where(ties.abs() < 6, (ties.view(torch.int16) + nudge).view(torch.bfloat16), ties)
+    inner = (ties != 0) & (ties.abs() < 6)
+    ties = torch.where(inner, (ties.view(torch.int16) + nudge).view(torch.bfloat16), ties)
     ties[::16], ties[:, ::16], ties[0, 0] = 6.0, 6.0, 2688.0
+    assert bool(ties.isfinite().all())
+    infinite = x.clone()
+    infinite[3, 5], infinite[100, 200] = float("inf"), -float("inf")
     return {
         "normal": x,
         "specials": with_specials(x),
+        "infinities": infinite,
         "blocks of many magnitudes": x * 2.0**powers,
         "ties": ties,
         "tiny": x * 2.0**-126,
         "subnormal next to normal": torch.where(torch.arange(256)[:, None] % 3 == 0, x * 2.0**-127, x * 2.0**-104),
         "huge": x.clamp(-1, 1) * 2.0**127,
+        "sums past the largest bf16": x.clamp(-1, 1) * 2.0**125,
         "huge beside tiny": torch.where(torch.arange(640) % 32 < 16, x * 2.0**120, x * 2.0**-110),
         "zeros": torch.where(torch.arange(640) % 48 < 16, x, x * 0),
         "nothing": x * -0.0,
@@ -108,8 +113,55 @@ def test_nvfp4(name: str, planes: str, device: str) -> None:
         check_against_reference(QUANTIZERS[name], x, planes, device, f"{name} {label}")
 
 
+def nvfp4_under(amax: float, x: Tensor, hadamard: bool, device: str, offset: int = 0) -> list[Tensor]:
+    """All planes of `x` under a given amax; the scales lie `offset` bytes behind the start of their buffers."""
+    x = x.to(device)
+    planes = te_dist.NVFP4Quantizer(with_rht=hadamard).make_empty(x.shape, device=device)
+    amaxes = torch.full((1,), amax, device=device)
+    data, scales = (planes._rowwise_data, planes._columnwise_data), []
+    for scale in (planes._rowwise_scale_inv, planes._columnwise_scale_inv):
+        bytes_of_scale = torch.zeros(offset + scale.numel(), dtype=torch.uint8, device=device)[offset:]
+        scales.append(bytes_of_scale.view(scale.dtype).view(scale.shape))
+    kernels.quantize_nvfp4(
+        x, amaxes, amaxes, data[0], scales[0], data[1], scales[1],
+        two_d=False, with_rht=hadamard, random_signs=True, rng_state=None,
+    )  # fmt: skip
+    return [plane.cpu().view(torch.uint8) for plane in (*data, *scales)]
+
+
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rht"])
+def test_nvfp4_under_any_amax(hadamard: bool, device: str) -> None:
+    """Amaxes come from other ranks and other steps: they need not be the tensor's. At 448 * 2^90 and 448 / 2^90 factors
+    change from a table's to exact ones."""
+    edges = [448 * 2.0 ** (90 * sign) * near for sign in (-1, 1) for near in (0.999, 1.001)]
+    kinds = set()
+    for label, x in nvfp4_inputs().items():
+        own = x.nan_to_num(0, 0, 0).abs().max().item()
+        scaled = [own * share for share in (1 / 8, 0.95, 1, 8, 4096)]
+        for amax in (*scaled, *edges, 0.0, float("inf"), float("nan"), 1e-45, -1.0):
+            if abs(amax) >= 2.0**128 and amax != float("inf"):
+                continue
+            with te_dist.use_backend("reference"):
+                expected = nvfp4_under(amax, x, hadamard, "cpu")
+            actual = nvfp4_under(amax, x, hadamard, device)
+            for plane, mine, theirs in zip(
+                ("row", "column", "row scale", "column scale"), actual, expected, strict=True
+            ):
+                assert_same_bytes(mine, theirs, f"{label} under {amax}, {plane}")
+            kinds.add((len(expected[2].unique()) > 1, len(expected[0].unique()) > 16))
+    assert (True, True) in kinds
+
+
+@pytest.mark.cuda
+def test_nvfp4_scales_that_are_not_aligned() -> None:
+    x = nvfp4_inputs()["blocks of many magnitudes"]
+    for mine, theirs in zip(nvfp4_under(1.0, x, True, "cuda", 4), nvfp4_under(1.0, x, True, "cuda"), strict=True):
+        assert_same_bytes(mine, theirs, "scales at 4 bytes")
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("pointer", [0, 8, 16])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4_rht"])
 def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:
     base = matrix(257, 1024, torch.bfloat16).cuda().flatten()
     x = base[pointer // 2 :][: 256 * 1024].view(256, 1024)
@@ -162,19 +214,21 @@ def test_producers(what: str, planes: str) -> None:
                     assert_same_bytes(mine.rstd, theirs.rstd, f"{label} rstd")
 
 
+@pytest.mark.parametrize("rows", [128, 100])
 @pytest.mark.parametrize("cols", [512, 1000, 8192])
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("planes", ["row", "both"])
-def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int, device: str) -> None:
-    """Infinities and NaNs in one block, from gains; a row too large for finite statistics; a constant row."""
-    x = matrix(128, cols, torch.bfloat16)
+def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int, rows: int, device: str) -> None:
+    """Infinities and NaNs in one block, from gains, also where rows are missing; a row too large for finite statistics;
+    a constant row."""
+    x = matrix(rows, cols, torch.bfloat16)
     x[5], x[6] = 2.0**123, 3.0
     weight = matrix(1, cols, torch.bfloat16, 1)[0]
     weight[7], weight[9], weight[40], weight[-1] = float("inf"), float("nan"), -float("inf"), float("nan")
     rowwise, columnwise = PLANES[planes]
 
     def build(where: str) -> NormOutput:
-        stats = torch.empty(2, 128, device=where)
+        stats = torch.empty(2, rows, device=where)
         bias = torch.zeros(cols, dtype=torch.bfloat16, device=where) if layer_norm else None
         mean = stats[0] if layer_norm else None
         return NormOutput(x.to(where), weight.to(where), bias, mean, stats[1], eps=1e-5)

@@ -84,7 +84,7 @@ __device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned num
 // ---------------------------------------------------------------------------------------------- statistics
 constexpr uint32_t kPendingBits = 0xFFF0DDEDu;
 
-// Marks statistics as not there, on the stream; data null: none. Unless noop: then they stay as they are.
+// Marks statistics as not there, on the stream; mean null: RMSNorm. Unless noop: then they stay as they are.
 void launch_mark_pending(float* mean, float* rstd, int64_t rows, const float* noop, Lane lane);
 
 __device__ __forceinline__ bool is_pending(float statistic) { return bits_of(statistic) == kPendingBits; }

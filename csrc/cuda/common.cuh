@@ -169,7 +169,8 @@ __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float
   return encode_pair<F>(a, b) | (encode_pair<F>(c, d) << 16);
 }
 
-// How bulk data passes L2: evict-first ("streaming") or as anything else. Nothing here is read twice.
+// How bulk data passes L2: evict-first ("streaming") or as anything else. What is read twice has a way of its own
+// (keep_in_l2).
 constexpr bool kStreamLoads = true;
 constexpr bool kStreamStores = true;
 
@@ -194,7 +195,7 @@ __device__ __forceinline__ uint64_t keep_in_l2() {
   return policy;
 }
 
-// Zeros where there is nothing. Past L1.
+// Zeros where there is nothing.
 __device__ __forceinline__ uint4 load_kept(const uint4* from, bool there, uint64_t keep) {
   uint4 v = make_uint4(0u, 0u, 0u, 0u);
   asm volatile(

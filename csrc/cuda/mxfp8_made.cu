@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   for_each_made_tile(x, false, at.row, at.col, true, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        if constexpr (kWhole) {
-                         quantize_whole_tile<F>(patch, tile, out, scales);
+                         quantize_whole_tile<F, true>(patch, tile, out, scales);
                        } else {
                          quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
                        }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   for_each_patch<kWay, Shape>(x, false, at.row, at.col, memory,
                               [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                                 if constexpr (WayConfig<kWay>::kWhole) {
-                                  quantize_whole_tile<F>(patch, tile, out, scales);
+                                  quantize_whole_tile<F, kWay == Way::kSlope>(patch, tile, out, scales);
                                 } else {
                                   quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
                                 }

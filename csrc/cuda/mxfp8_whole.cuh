@@ -48,8 +48,9 @@ struct CodePair {
   }
 };
 
-// The rows of a patch; encoded(i): row i. special: the warp has infinities or NaNs.
-template <typename F, typename Encoded>
+// The rows of a patch; encoded(i): row i. special: the warp has infinities or NaNs. kRowByRow: the compiler does not
+// mix rows, which takes fewer registers.
+template <typename F, bool kRowByRow, typename Encoded>
 __device__ __forceinline__ void store_whole_patch(const Patch<bf16_t>& patch, const ByteMatrix& plane, bool special,
                                                   const TilePlace& tile, const MxPlace& at, const Encoded& encoded) {
   uint8_t* const corner = plane.data + (tile.row + at.row) * plane.cols + tile.col + at.col;
@@ -57,14 +58,17 @@ __device__ __forceinline__ void store_whole_patch(const Patch<bf16_t>& patch, co
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
     store_bulk(reinterpret_cast<uint2*>(to), encoded(i));
+    if (kRowByRow && special) saturate_infinities<F>(patch.word[i], to);
     to += plane.cols;
   }
-  if (!special) return;
+  if constexpr (!kRowByRow) {
+    if (!special) return;
 #pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) saturate_infinities<F>(patch.word[i], corner + i * plane.cols);
+    for (int i = 0; i < TileConfig::kPatch; ++i) saturate_infinities<F>(patch.word[i], corner + i * plane.cols);
+  }
 }
 
-template <typename F, typename Shape>
+template <typename F, bool kRowByRow, typename Shape>
 __device__ __forceinline__ void write_whole_rows(const Patch<bf16_t>& patch, const PatchMaxima& maxima, bool special,
                                                  const TilePlace& tile, const MxOutput& out,
                                                  MxScales<Shape>& scales) {
@@ -74,11 +78,11 @@ __device__ __forceinline__ void write_whole_rows(const Patch<bf16_t>& patch, con
   uint8_t* code = &scales.row[at.row + threadIdx.x % 4 * 2][at.col / MxConfig::kBlock];
   code[0] = static_cast<uint8_t>(mine.code[0]);
   code[Shape::kCols / MxConfig::kBlock] = static_cast<uint8_t>(mine.code[1]);
-  store_whole_patch<F>(patch, out.row_data, special, tile, at,
+  store_whole_patch<F, kRowByRow>(patch, out.row_data, special, tile, at,
                        [&](int i) { return scaler.encode_eight<F>(patch.word[i], mine.power_of_row(i)); });
 }
 
-template <typename F, typename Shape>
+template <typename F, bool kRowByRow, typename Shape>
 __device__ __forceinline__ void write_whole_columns(const Patch<bf16_t>& patch, const PatchMaxima& maxima, bool special,
                                                     const TilePlace& tile, const MxOutput& out,
                                                     MxScales<Shape>& scales) {
@@ -94,21 +98,21 @@ __device__ __forceinline__ void write_whole_columns(const Patch<bf16_t>& patch, 
     power[2 * w] = low_float(pair);
     power[2 * w + 1] = high_float(pair);
   }
-  store_whole_patch<F>(patch, out.col_data, special, tile, at,
+  store_whole_patch<F, kRowByRow>(patch, out.col_data, special, tile, at,
                        [&](int i) { return scaler.encode_eight<F>(patch.word[i], power); });
 }
 
 // Both planes of a tile for which out.whole holds.
-template <typename F, typename Shape>
+template <typename F, bool kRowByRow = false, typename Shape>
 __device__ __forceinline__ void quantize_whole_tile(const Patch<bf16_t>& patch, const TilePlace& tile,
                                                     const MxOutput& out, MxScales<Shape>& scales) {
   PatchMaxima maxima;
   maxima.of_rows(patch);
   const bool special = __any_sync(kFullWarp, !all_finite(maxima.rows));
-  if (out.row_data.data != nullptr) write_whole_rows<F>(patch, maxima, special, tile, out, scales);
+  if (out.row_data.data != nullptr) write_whole_rows<F, kRowByRow>(patch, maxima, special, tile, out, scales);
   if (out.col_data.data != nullptr) {
     maxima.of_columns(patch);
-    write_whole_columns<F>(patch, maxima, special, tile, out, scales);
+    write_whole_columns<F, kRowByRow>(patch, maxima, special, tile, out, scales);
   }
   __syncthreads();
   flush_scales(scales, tile, out);

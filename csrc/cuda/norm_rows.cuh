@@ -79,7 +79,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
     if (at < vectors) load_gain<true>(x.weight, x.zero_centered, 8 * at, v);
     gains.put(at, v);
     if (!kCentered) continue;
-    load_bias<true>(x.bias, 8 * at, v);
+    load_vector<true>(x.bias, 8 * at, kNoBias, v);
     biases.put(at, v);
   }
   __syncthreads();

@@ -1,6 +1,7 @@
 // NVFP4 rounded to nearest of what most matrices are: bf16, whole tiles of 128 x 128, planes whose rows are aligned, no
-// square blocks, and the standard signs. The same bytes as nvfp4_kernel.cuh makes of any tile, in three quarters of the
-// instructions, and in loops: all of a tile's work in one piece does not fit the cache of instructions.
+// square blocks, the standard signs, and a column plane, perhaps with a row plane. The same bytes as nvfp4_kernel.cuh
+// makes of any tile, in fewer instructions, and in loops: all of a tile's work in one piece does not fit the cache of
+// instructions.
 //
 // A thread has 16 rows of 8 columns. It makes the codes of four rows at a time, while the next four are on their way,
 // and puts the rows into shared memory, out of which it takes two columns at a time. Nobody else reads them there.
@@ -73,7 +74,7 @@ struct EasyScale {
 
   __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
       : code(encode_fp8<E4M3>(amax * scales.encode)),
-        factor(scales.factor[code]),
+        factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
         easy(amax * factor < 6.9f * CodeLines::kFirst) {}
 };
 
@@ -222,24 +223,21 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   FourRows rows;
   rows.load(from, x.stride);
   const bool with_rows = row.data.data != nullptr;
-  const bool with_columns = col.data.data != nullptr;
   if (threadIdx.x == 0 && with_rows) shared.row.global = nvfp4_global(*row.amax);
-  if (threadIdx.x == 32 && with_columns) shared.col.global = nvfp4_global(*col.amax);
+  if (threadIdx.x == 32) shared.col.global = nvfp4_global(*col.amax);
   __syncthreads();
   if (with_rows) shared.row.fill(false);
-  if (with_columns) shared.col.fill(kHadamard);
+  shared.col.fill(kHadamard);
   __syncthreads();
   uint8_t* to = row.data.data + first * row.data.cols + (tile.col + lane * kCols) / 2;
   uint8_t* scales = &shared.planes.row_scales[group * kBlock][lane / 2];
   uint4* mine = &shared.patch[0][threadIdx.x];
   const auto handle = [&](const FourRows& rows) {
-    if (with_columns) {
 #pragma unroll
-      for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-        mine[i * NvConfig::kThreads] = make_uint4(rows.word[i][0], rows.word[i][1], rows.word[i][2], rows.word[i][3]);
-      }
-      mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
+    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+      mine[i * NvConfig::kThreads] = make_uint4(rows.word[i][0], rows.word[i][1], rows.word[i][2], rows.word[i][3]);
     }
+    mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
     if (!with_rows) return;
     write_four_rows(rows, shared.row, to, row.data.cols, scales);
     to += NvWhole::kRowsAtOnce * row.data.cols;
@@ -256,7 +254,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     handle(later);
   }
 #pragma unroll 1
-  for (unsigned turn = 0; with_columns && turn < 4u; ++turn) {
+  for (unsigned turn = 0; turn < 4u; ++turn) {
     // Each eight lanes have columns of their own, so that they meet every bank once.
     const unsigned w = (turn + threadIdx.x / 8u) % 4u;
     const auto* words = reinterpret_cast<const uint32_t*>(&shared.patch[0][threadIdx.x]) + w;
@@ -275,7 +273,6 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   __syncthreads();
   const int line = static_cast<int>(threadIdx.x);
   if (with_rows) store_scales(shared.planes.row_scales[line], row, tile.row + line, tile.col / kBlock);
-  if (!with_columns) return;
   store_scales(shared.planes.col_scales[line], col, tile.col + line, tile.row / kBlock);
   shared.planes.codes.template flush<true>(col.data, tile.col, tile.row / 2, true);
 }
@@ -287,11 +284,11 @@ bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float
   constexpr int kTile = TileConfig::kTile;
   const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
   const NvPlane col = nv_col_plane(x, out, amax_col);
-  const bool hadamard = options.hadamard && out.col_data != nullptr;
-  if (x.dtype != Float::kBF16 || x.rows % kTile != 0 || x.cols % kTile != 0 || !tile_input<bf16_t>(x).vector ||
-      !row.data.is_whole() || !col.data.is_whole() || !aligned(out.row_scale, 8) || !aligned(out.col_scale, 8) ||
-      options.two_d || x.rows / kTile > 65535 ||  // what a grid has downwards
-      (hadamard && options.signs != kHadamardSigns)) {
+  const bool hadamard = options.hadamard;
+  if (out.col_data == nullptr || x.dtype != Float::kBF16 || x.rows % kTile != 0 || x.cols % kTile != 0 ||
+      !tile_input<bf16_t>(x).vector || !row.data.is_whole() || !col.data.is_whole() || !aligned(out.row_scale, 8) ||
+      !aligned(out.col_scale, 8) || options.two_d || (hadamard && options.signs != kHadamardSigns) ||
+      x.rows / kTile > 65535) {  // what a grid has downwards
     return false;
   }
   const dim3 tiles(static_cast<unsigned>(x.cols / kTile), static_cast<unsigned>(x.rows / kTile));

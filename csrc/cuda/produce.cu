@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(TileConfig::kThreads, 2) produce_kernel(const 
   const bool paired = task.kind == Produce::kActivationGrad && task.gated;
   ProduceColumns columns;
   load_gain(task.weight, task.zero_centered, col, columns.gain);
-  load_bias(task.bias, col, columns.bias);
-  load_bias(task.second_bias, col, columns.second_bias);
+  load_vector(task.bias, col, kNoBias, columns.bias);
+  load_vector(task.second_bias, col, kNoBias, columns.second_bias);
   float total[8] = {};
   float second_total[8] = {};
 #pragma unroll 1

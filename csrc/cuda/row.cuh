@@ -156,11 +156,25 @@ __device__ __forceinline__ Eight load_whole_eight(const RowView& row, int64_t co
   return result;
 }
 
-// Eight of a vector, as they lie in memory. kWhole: of aligned eights. Anything where there is no vector.
-template <bool kWhole>
-__device__ __forceinline__ Eight load_of_vector(const RowView& from, int64_t col) {
-  if (from.data == nullptr) return Eight{};
-  return kWhole ? load_whole_eight(from, col) : load_eight(from, col);
+// A vector's eight values, or what leaves everything as it is where there is no vector. kWhole: of aligned
+// eights.
+template <bool kWhole = false>
+__device__ __forceinline__ void load_vector(const RowView& from, int64_t col, float none, float (&v)[8]) {
+  if (from.data != nullptr) {
+    return to_floats(kWhole ? load_whole_eight(from, col) : load_eight(from, col), from.dtype, v);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = none;
+}
+
+constexpr float kNoBias = -0.0f;  // x + -0 is x, for x = -0 too
+
+template <bool kWhole = false>
+__device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
+  load_vector<kWhole>(weight, col, 1.0f, v);
+  if (!zero_centered) return;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] += 1.0f;
 }
 
 // The first 16 bytes of eight of a vector of aligned eights: all of them, or four of fp32.
@@ -189,33 +203,6 @@ __device__ __forceinline__ void values_of_half(const RowView& from, int64_t col,
     }
     v[0] = float_of(four.x), v[1] = float_of(four.y), v[2] = float_of(four.z), v[3] = float_of(four.w);
   }
-}
-
-// Their values, or what leaves everything as it is where there is no vector.
-__device__ __forceinline__ void values_of_vector(const RowView& from, const Eight& loaded, float none, float (&v)[8]) {
-  if (from.data != nullptr) return to_floats(loaded, from.dtype, v);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = none;
-}
-
-constexpr float kNoBias = -0.0f;  // x + -0 is x, for x = -0 too
-
-__device__ __forceinline__ void gains_of_vector(const RowView& weight, const Eight& loaded, bool zero_centered,
-                                                float (&v)[8]) {
-  values_of_vector(weight, loaded, 1.0f, v);
-  if (!zero_centered) return;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] += 1.0f;
-}
-
-template <bool kWhole = false>
-__device__ __forceinline__ void load_bias(const RowView& bias, int64_t col, float (&v)[8]) {
-  values_of_vector(bias, load_of_vector<kWhole>(bias, col), kNoBias, v);
-}
-
-template <bool kWhole = false>
-__device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
-  gains_of_vector(weight, load_of_vector<kWhole>(weight, col), zero_centered, v);
 }
 
 // ---------------------------------------------------------------------------------------------- sums of rows

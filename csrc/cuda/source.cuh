@@ -135,9 +135,9 @@ struct BiasedRow {
 // Rare, and so kept out of the loops: adds the bias to a row that is there.
 static __device__ __noinline__ BiasedRow add_bias(const Made& x, int col, BiasedRow row) {
   float bias[8];
-  load_bias<true>(x.bias, col, bias);
+  load_vector<true>(x.bias, col, kNoBias, bias);
   add_eight(row.first, bias);
-  load_bias<true>(x.second_bias, col, bias);
+  load_vector<true>(x.second_bias, col, kNoBias, bias);
   add_eight(row.second, bias);
   return row;
 }

@@ -35,11 +35,12 @@ class TileCursor {
     across_ -= walk.region.across;
     ++down_;
   }
-  template <typename Shape>
-  __device__ __forceinline__ NearPlace place(const TileWalk& walk) const {
+  template <typename Shape, typename Place = NearPlace>
+  __device__ __forceinline__ Place place(const TileWalk& walk) const {
     const unsigned down = walk.backwards ? walk.region.down - 1u - down_ : down_;
     const unsigned across = walk.backwards ? walk.region.across - 1u - across_ : across_;
-    return NearPlace{static_cast<int>(down * Shape::kRows), static_cast<int>(across * Shape::kCols)};
+    using Number = decltype(Place::row);
+    return Place{static_cast<Number>(down) * Shape::kRows, static_cast<Number>(across) * Shape::kCols};
   }
 
  private:
