@@ -73,7 +73,7 @@ def slowest(outputs: Sequence[str], count: int = 10) -> list[tuple[float, str]]:
 
 
 def check(tool: str, names: Sequence[str], jobs: int, seconds: float) -> bool:
-    """Whether no process has problems. Tests that there was no time for are counted."""
+    """Whether tests ran, and no process has problems. Tests that there was no time for are counted."""
     deadline = time.monotonic() + seconds + GRACE
     running = [start(tool, names, "not graph", f"{k}/{jobs}", tool != "memcheck", seconds) for k in range(jobs)]
     running.append(start(tool, names, "graph", "0/1", True, seconds))
@@ -94,7 +94,7 @@ def check(tool: str, names: Sequence[str], jobs: int, seconds: float) -> bool:
         f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(running)} processes ended before their last "
         f"tests, {problems} with problems"
     )
-    return not problems
+    return passed > 0 and not problems
 
 
 def main() -> int:

@@ -171,7 +171,7 @@ def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:
 
 
 BANDS = ((1280, 1024), (1280, 2048), (896, 4096), (896, 8192), (640, 1536))
-# More tiles than blocks at once, and every number of columns whose tiles share in a norm's statistics.
+# More tiles than blocks at once; for norms, rows of several lengths, and more bands than statistics lead by.
 PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], ...]]] = {
     "rms": (lambda x: norm(x, False, torch.float32), BANDS),
     "layer": (lambda x: norm(x, True, torch.bfloat16, True), BANDS),
