@@ -20,7 +20,11 @@ from te_dist.launch.config import ConfigError
 # first line, it waits: see _blocked_for_ranks.
 _RANK = """
 import os, signal, sys
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+def leave(*_):
+    if os.environ["RANK"] == "0":
+        os.write(2, {farewell!r})
+    os._exit(130)
+signal.signal(signal.SIGINT, leave)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
 from {module} import main
 raise SystemExit(main())
@@ -28,8 +32,11 @@ raise SystemExit(main())
 SECONDS_TO_SAVE = "600"  # torchrun kills what is left 30 s after a signal, in the middle of a large checkpoint
 
 
-def run_ranks(module: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
+def run_ranks(module: str, arguments: list[str], ranks: int, restarts: int = 0, farewell: str = "") -> int:
     """Run ``module.main(arguments)`` in `ranks` processes. A signal goes to all of them, and they may save.
+
+    Args:
+        farewell: the line that the first rank says if Ctrl-C comes before the module listens to signals itself.
 
     Returns:
         their exit code; 128 + n if signal n ended them, or this process was told to end by it.
@@ -43,7 +50,8 @@ def run_ranks(module: str, arguments: list[str], ranks: int, restarts: int = 0) 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_SAVE)
     _quiet()
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "--no-python"]
-    program = [sys.executable, "-c", _RANK.format(module=module), *arguments]
+    line = f"{farewell}\n" if farewell else ""
+    program = [sys.executable, "-c", _RANK.format(module=module, farewell=line.encode()), *arguments]
     try:
         with _blocked_for_ranks():
             torchrun.run(torchrun.parse_args([*options, *program]))

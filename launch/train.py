@@ -18,6 +18,7 @@ from te_dist.transport import RankFailed
 
 PATIENCE = 5.0  # seconds in which torchrun ends a rank whose first one has given up
 INTERRUPTED = 130
+TOO_EARLY = "te-dist train: stopped by Ctrl-C before the first step; the newest checkpoint, if any, is whole"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if ranks is None:
             return _run(rest)
         config_from(rest).check(ranks.count)  # a mistake is said here, once, and not by every rank
-        return run_ranks("te_dist.launch.train", rest, ranks.count, ranks.restarts)
+        return run_ranks("te_dist.launch.train", rest, ranks.count, ranks.restarts, TOO_EARLY)
     except ConfigError as error:
         return _refuse(error, 2)
     except (CheckpointError, TrainingError, RankFailed) as error:

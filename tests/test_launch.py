@@ -205,6 +205,23 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
 
 
+def test_ranks_that_are_not_ready_say_one_line_at_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    start = "from te_dist.launch.ranks import run_ranks as r; raise SystemExit(r('slow_to_import', [], 2, 0, 'bye'))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["importing\n"] * 2
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and errors == "bye\n", errors
+
+
 @pytest.mark.parametrize("stage", ["one process", "4 ranks", "4 ranks before their first line"])
 def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
     """While this process trains, while its ranks start or train, and while their Pythons do not know of signals yet."""
