@@ -232,9 +232,11 @@ def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("build", [BUILDS["rms"], BUILDS["layer"]], ids=["rms", "layer"])
-@pytest.mark.parametrize("shape", [(4096 + 128 + 73, 264), (6144 + 5, 1032), (6144 + 5, 4104)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4297, 264), (6149, 1032), (6345, 2048), (6149, 2056), (4169, 4096), (6149, 4104)], ids=str
+)
 def test_norm_gradients_of_many_tiles(shape: tuple[int, int], build: Callable[[Tensor], NormOutput]) -> None:
-    """Clusters of blocks that take several tiles one after the other, the last one not whole; both lengths of the
+    """Clusters of blocks that take several tiles one after the other, the last one not whole; all lengths of the
     ring."""
     x = matrix(*shape, torch.bfloat16)
     theirs = build(x)
@@ -310,11 +312,59 @@ def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 def test_norms_of_whole_rows(layer_norm: bool) -> None:
-    for shape in ((1, 8), (5, 8192), (130, 264), (131, 4096), (2, 8184), (1023, 1024), (257, 2048), (6, 16384)):
+    shapes = ((1, 8), (5, 8192), (130, 264), (131, 4096), (2, 8184), (1023, 1024), (257, 2048), (6, 16384))
+    for shape in (*shapes, (3, 2048), (18, 2056), (1030, 3000), (4400, 2048), (130, 17000), (257, 28672)):
         for weight_dtype, zero_centered in ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False)):
             x = matrix(*shape, torch.bfloat16)
-            for format in ("current_e4m3", "block_1d", "mxfp8_e4m3"):
+            for format in ("current_e4m3", "delayed_e4m3", "block_1d", "mxfp8_e4m3"):
                 check_quantized(lambda x: norm(x, layer_norm, weight_dtype, zero_centered), x, format, False)  # noqa: B023
+
+
+@pytest.mark.parametrize("cols", [264, 2048, 20000])
+def test_an_rms_norm_with_a_bias(device: str, cols: int) -> None:
+    x = matrix(70, cols, torch.bfloat16)
+    bias, weight = 3 * matrix(2, cols, torch.bfloat16, 1)
+
+    def build(x: Tensor) -> NormOutput:
+        rstd = torch.empty(70, device=x.device)
+        return NormOutput(x, weight.to(x.device), bias.to(x.device), None, rstd, eps=1e-5)
+
+    with te_dist.use_backend("reference"):
+        made = kernels.materialize(build(x))
+    for format in ("current_e4m3", "delayed_e4m3", "block_1d", "mxfp8_e4m3"):
+        for columnwise in (False, True):
+            quantizer = on(device, QUANTIZERS[format](columnwise=columnwise))
+            actual = quantizer.quantize_produced(build(x.to(device)), x.shape)
+            with te_dist.use_backend("reference"):
+                expected = QUANTIZERS[format](columnwise=columnwise).quantize(made)
+            assert_same_storage(actual, expected, format)
+
+
+@pytest.mark.parametrize("cols", [264, 2048, 3000, 8192, 20000])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_rows_that_are_not_there_have_no_amax(device: str, rows: int, cols: int) -> None:
+    """Of rows that are held together, some may lie behind the last one; a bias alone is larger than all results."""
+    x = torch.zeros(rows, cols, dtype=torch.bfloat16)
+    x[:, :8] = -1.0
+    bias = torch.zeros(cols, dtype=torch.bfloat16)
+    bias[0] = 4.0 * (cols / 8) ** 0.5
+
+    def build(where: str) -> NormOutput:
+        stats = torch.empty(2, rows, device=where)
+        weight = torch.ones(cols, dtype=torch.bfloat16, device=where)
+        return NormOutput(x.to(where), weight, bias.to(where), stats[0], stats[1], eps=1e-5)
+
+    with te_dist.use_backend("reference"):
+        made = kernels.materialize(build("cpu"))
+    amax = made.abs().amax().float()
+    assert amax < bias[0]
+    for columnwise in (False, True):
+        current = on(device, QUANTIZERS["current_e4m3"](rowwise=True, columnwise=columnwise))
+        stored = current.quantize_produced(build(device), made.shape)
+        assert torch.equal(stored._scale_inv.cpu().reshape(()), 1 / (torch.tensor(448.0) / amax))
+        delayed = on(device, QUANTIZERS["delayed_e4m3"](rowwise=True, columnwise=columnwise))
+        delayed.quantize_produced(build(device), made.shape)
+        assert torch.equal(delayed.amax.cpu().reshape(()), amax)
 
 
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])

@@ -215,7 +215,7 @@ def test_producers(what: str, planes: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [128, 100])
-@pytest.mark.parametrize("cols", [512, 1000, 8192])
+@pytest.mark.parametrize("cols", [512, 1000, 3000, 8192])
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("planes", ["row", "both"])
 def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int, rows: int, device: str) -> None:

@@ -46,5 +46,15 @@ __device__ __forceinline__ void atomic_amax(float* amax, float value) {
   atomicMax(reinterpret_cast<unsigned int*>(amax), bits_of(amax_of_bits(bits_of(value))));
 }
 
+// A word of raw magnitudes of each thread into `amax`, warp by warp: for blocks whose warps end at different times.
+template <typename T>
+__device__ __forceinline__ void raise_amax_by_warps(float* amax, uint32_t word) {
+  const uint32_t raw = __reduce_max_sync(kFullWarp, Words<T>::fold(word));
+  const float value = Words<T>::to_float_of_raw(raw);
+  // Most find a larger one there.
+  const auto* there = reinterpret_cast<const unsigned int*>(amax);
+  if (threadIdx.x % 32 == 0 && bits_of(amax_of_bits(bits_of(value))) > __ldcg(there)) atomic_amax(amax, value);
+}
+
 }  // namespace cuda
 }  // namespace te_dist

@@ -6,17 +6,16 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <bool kCentered, int kVectors>
+template <bool kCentered, int kVectors, int kHeld>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<kVectors>)
     amax_norm_kernel(const __grid_constant__ Made x, bool make_stats, float* amax, const float* noop) {
   extern __shared__ float4 memory[];
-  __shared__ uint32_t maxima[NormRowsConfig::kThreads / 32];
   if (is_noop(noop)) return;
   using W = Words<bf16_t>;
   uint32_t largest = 0u;
-  for_each_norm_row<kCentered, kVectors, false>(
+  for_each_norm_row<kCentered, kVectors, kHeld, false>(
       x, make_stats, false, memory,
-      [&](int64_t, int, const TeamRow<kVectors>& made) {
+      [&](int64_t, int, const TeamRow<kVectors, kHeld>& made) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
           const uint4& v = made.vector[i];
@@ -25,27 +24,29 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
         }
       },
       [](int64_t) {});
-  const uint32_t raw = block_max<NormRowsConfig::kThreads>(W::fold(largest), maxima);
-  if (threadIdx.x == 0) atomic_amax(amax, W::to_float_of_raw(raw));
+  raise_amax_by_warps<bf16_t>(amax, largest);
 }
 
-template <int kVectors>
+template <int kVectors, int kHeld>
 void launch_held(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane) {
-  const auto kernel = x.centered ? amax_norm_kernel<true, kVectors> : amax_norm_kernel<false, kVectors>;
-  launch_norm_rows<kVectors>("amax_norm_kernel", kernel, x, lane, make_stats, amax, noop);
+  const auto kernel = x.centered ? amax_norm_kernel<true, kVectors, kHeld> : amax_norm_kernel<false, kVectors, kHeld>;
+  launch_norm_rows<kVectors, kHeld>("amax_norm_kernel", kernel, x, lane, make_stats, amax, noop);
 }
 
 }  // namespace
 
-void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane) {
-  TED_CHECK(x.cols <= NormRowsConfig::kLongColumns, "the amax of a norm takes rows of up to 16384 elements, got ",
-            x.cols);
-  TED_CHECK(x.bias.data == nullptr || x.centered, "the amax of an RMSNorm takes no bias");
-  if (x.cols <= NormRowsConfig::kColumns) {
-    launch_held<NormRowsConfig::kVectors>(x, make_stats, amax, noop, lane);
-  } else {
-    launch_held<NormRowsConfig::kLongVectors>(x, make_stats, amax, noop, lane);
+void launch_amax_norm(const Source& x, float* amax, const float* noop, Lane lane) {
+  // Rows that fit no registers wait for their statistics in L2.
+  if (x.cols > NormRowsConfig::kLongColumns || (x.mean == nullptr && x.bias.data != nullptr)) {
+    return launch_amax_norm_patches(made_of(x, true), amax, noop, lane);
   }
+  const Made made = made_of(x, false);
+  if (x.cols > NormRowsConfig::kColumns) {
+    return launch_held<NormRowsConfig::kLongVectors, 1>(made, x.make_stats, amax, noop, lane);
+  }
+  with_held_rows(x.cols, [&](auto held) {
+    launch_held<NormRowsConfig::kVectors, held>(made, x.make_stats, amax, noop, lane);
+  });
 }
 
 }  // namespace cuda

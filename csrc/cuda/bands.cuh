@@ -17,16 +17,17 @@ namespace cuda {
 
 struct BandConfig {
   static constexpr int kRows = 128;
-  // Of statistics. Few, so that they are there soon, and what they have read is still in L2.
-  static constexpr int kRowsPerPiece = 2;
-  static constexpr int kPieces = kRows / kRowsPerPiece;
+  // That make the statistics of a piece. Few, so that they are there soon, and what they have read is still in L2.
+  static constexpr int kTeams = 2;
   // Pieces that the statistics lead by, for each multiprocessor: half as many again as are worked on at once. With
   // fewer, tiles wait; with more, L2 forgets.
   static constexpr int kAhead = 6;
 };
 
 struct Bands {
-  bool ordered;  // statistics are made, and tiles wait for them
+  bool ordered;     // statistics are made, and tiles wait for them
+  unsigned held;    // rows that a team makes the statistics of at once, a power of two
+  unsigned pieces;  // of statistics of a band
   unsigned bands;
   unsigned across;  // tiles of a band
   unsigned ahead;   // bands that the statistics lead by
@@ -40,12 +41,15 @@ struct BandPiece {
   unsigned index;  // of the piece in its band
 };
 
-inline Bands bands_of(int64_t rows, int64_t cols, bool ordered) {
+inline Bands bands_of(int64_t rows, int64_t cols, bool ordered, int held) {
   const int64_t bands = ceil_div(rows, BandConfig::kRows);
   const auto across = static_cast<unsigned>(larger(ceil_div(cols, 128), 1));
-  const int64_t step = BandConfig::kPieces + across;
+  const auto pieces = static_cast<unsigned>(BandConfig::kRows / (BandConfig::kTeams * held));
+  const int64_t step = pieces + across;
   const int64_t ahead = larger((BandConfig::kAhead * multiprocessors() + step / 2) / step, 1);
   return Bands{ordered,
+               static_cast<unsigned>(held),
+               pieces,
                static_cast<unsigned>(bands),
                across,
                static_cast<unsigned>(smaller(bands, ahead)),
@@ -54,7 +58,7 @@ inline Bands bands_of(int64_t rows, int64_t cols, bool ordered) {
 }
 
 inline int64_t band_pieces(const Bands& order) {
-  return static_cast<int64_t>(order.bands) * (BandConfig::kPieces + order.across);
+  return static_cast<int64_t>(order.bands) * (order.pieces + order.across);
 }
 
 // A tile where nothing is to be made before it.
@@ -64,17 +68,19 @@ __device__ __forceinline__ BandPiece band_tile(const Bands& order, unsigned numb
 }
 
 __device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned number) {
-  constexpr unsigned kPieces = BandConfig::kPieces;
-  const unsigned first = order.ahead * kPieces;  // statistics before the first tile
-  if (number < first) return BandPiece{true, number / kPieces, number % kPieces};
+  const unsigned first = order.ahead * order.pieces;  // statistics before the first tile
+  if (number < first) {
+    const unsigned band = number / order.pieces;
+    return BandPiece{true, band, number - band * order.pieces};
+  }
   number -= first;
-  const unsigned step = kPieces + order.across;
+  const unsigned step = order.pieces + order.across;
   const unsigned steps = order.bands - order.ahead;
   if (number < steps * step) {
     const unsigned band = order.by_step.quotient(number);
     const unsigned index = number - band * step;
-    return index < kPieces ? BandPiece{true, band + order.ahead, index}
-                           : BandPiece{false, band, index - kPieces};
+    return index < order.pieces ? BandPiece{true, band + order.ahead, index}
+                                : BandPiece{false, band, index - order.pieces};
   }
   number -= steps * step;
   const BandPiece tile = band_tile(order, number);

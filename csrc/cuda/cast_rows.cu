@@ -6,36 +6,40 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <typename F, bool kCentered>
+template <typename F, bool kCentered, int kHeld>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<8>)
     cast_rows_kernel(const __grid_constant__ Made x, bool make_stats, uint8_t* out, CastScale from) {
   extern __shared__ float4 memory[];
-  __shared__ uint32_t maxima[NormRowsConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
   const float scale = tensor_scale<F>(from);
+  using Held = TeamRow<8, kHeld>;
   const int rank = RowTeam::rank();
   uint32_t word = 0u;
-  for_each_norm_row<kCentered, 8, false>(
+  for_each_norm_row<kCentered, 8, kHeld, false>(
       x, make_stats, true, memory,
-      [&](int64_t row, int, const TeamRow<8>& made) {
+      [&](int64_t row, int, const Held& made) {
         uint8_t* to = out + row * x.cols + 8 * rank;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           if (from.seen != nullptr) word = max_of_vector<bf16_t>(word, made.vector[i]);
-          if (1024 * i + 8 * rank < x.cols) {
-            store_bulk(reinterpret_cast<uint2*>(to + 1024 * i), encode_eight<F>(made.vector[i], scale));
+          if (i > 0 && Held::offset_of(i) == 0) to += x.cols;
+          const bool there = kHeld == 1 || row + Held::row_of(i) < x.rows;
+          if (there && Held::offset_of(i) + 8 * rank < x.cols) {
+            store_bulk(reinterpret_cast<uint2*>(to + Held::offset_of(i)), encode_eight<F>(made.vector[i], scale));
           }
         }
       },
       [](int64_t) {});
-  record_amax<bf16_t, NormRowsConfig::kThreads>(from, word, maxima);
+  if (from.seen != nullptr) raise_amax_by_warps<bf16_t>(from.seen, word);
 }
 
 }  // namespace
 
 void launch_cast_rows(const Made& x, bool make_stats, uint8_t* row, const CastScale& from, Lane lane) {
-  const auto kernel = x.centered ? cast_rows_kernel<E4M3, true> : cast_rows_kernel<E4M3, false>;
-  launch_norm_rows<8>("cast_rows_kernel", kernel, x, lane, make_stats, row, from);
+  with_held_rows(x.cols, [&](auto held) {
+    const auto kernel = x.centered ? cast_rows_kernel<E4M3, true, held> : cast_rows_kernel<E4M3, false, held>;
+    launch_norm_rows<8, held>("cast_rows_kernel", kernel, x, lane, make_stats, row, from);
+  });
 }
 
 }  // namespace cuda

@@ -2,7 +2,8 @@
 //
 // A block takes 16 rows of a tile of 128, the groups g and g + 8. The 8 blocks of a tile are a cluster and fold their
 // column sums through each other's shared memory. Clusters stay and take tile after tile: rows on their way wait in a
-// ring in shared memory, and those of the next tile are on their way while this one's sums are folded.
+// ring in shared memory, and those of the next tile are on their way while this one's sums are folded. Short rows leave
+// room for several blocks on a multiprocessor, which hide each other's latency.
 #include "norm_grad.cuh"
 #include "row_block.cuh"
 
@@ -15,20 +16,30 @@ struct RowsConfig {
   static constexpr int kCluster = 8;  // blocks of a tile
   static constexpr int kGroup = 8;    // rows
   static constexpr int kRows = 2 * kGroup;
-  static constexpr int kPairs = 8;  // of columns a thread
-  static constexpr int kMostColumns = kPairs * 2 * kThreads;
   static constexpr int kSpan = kThreads * 16;  // bytes that a block copies at once
-  static constexpr int kSums = kPairs * kThreads;  // pairs of floats in one set of column sums
-  static constexpr int kShortColumns = 4096;  // rows up to here: a longer ring
 };
 
-// The thread's part of a row of up to 16 KB; kFull: of 16 KB.
-template <bool kFull>
+// kPairs: of columns a thread, 2, 4 or 8.
+template <int kPairs>
+struct RowsOf {
+  static constexpr int kMostColumns = kPairs * 2 * RowsConfig::kThreads;
+  static constexpr int kSums = kPairs * RowsConfig::kThreads;  // pairs of floats in one set of column sums
+  static constexpr int kSpans = kPairs == 8 ? 2 : 1;           // of a row
+  static constexpr int kRing = kPairs == 8 ? 3 : kPairs == 4 ? 4 : 6;
+  static constexpr int kBlocksPerSm = kPairs == 8 ? 1 : kPairs == 4 ? 2 : 3;
+
+  static constexpr int bytes(int cols, int sets) {
+    return kRing * 4 * cols + sets * kSums * static_cast<int>(sizeof(float2));
+  }
+};
+
+// The thread's part of a row of up to kSpans spans; kFull: of as many.
+template <int kSpans, bool kFull>
 __device__ __forceinline__ void copy_row(unsigned to, const bf16_t* from, int bytes) {
   const int at = static_cast<int>(threadIdx.x) * 16;
   const char* source = reinterpret_cast<const char*>(from) + at;
 #pragma unroll
-  for (int span = 0; span < 2; ++span) {
+  for (int span = 0; span < kSpans; ++span) {
     if (kFull || at + span * RowsConfig::kSpan < bytes) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at + span * RowsConfig::kSpan),
                    "l"(source + span * RowsConfig::kSpan)
@@ -64,9 +75,12 @@ __device__ __forceinline__ float2 load_of_member(const float2* here, int member)
 }
 
 // The sums of a tile's columns: every block folds those of an eighth of them.
+template <int kPairs>
 __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2* saved, int64_t tile, int member) {
-  constexpr int kSlice = RowsConfig::kSums / RowsConfig::kCluster;
+  constexpr int kSums = RowsOf<kPairs>::kSums;
+  constexpr int kSlice = kSums / RowsConfig::kCluster;
   const int cols = static_cast<int>(task.x.cols);
+  if (static_cast<int>(threadIdx.x) >= kSlice) return;
   const int at = member * kSlice + static_cast<int>(threadIdx.x);
 #pragma unroll 1
   for (int set = 0; set < 2; ++set) {
@@ -74,7 +88,7 @@ __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2
     if (partials == nullptr || 2 * at >= cols) continue;
     float2 v[RowsConfig::kCluster];
 #pragma unroll
-    for (int b = 0; b < RowsConfig::kCluster; ++b) v[b] = load_of_member(saved + set * RowsConfig::kSums + at, b);
+    for (int b = 0; b < RowsConfig::kCluster; ++b) v[b] = load_of_member(saved + set * kSums + at, b);
     const auto fold = [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); };
     const float2 total = fold(fold(fold(v[0], v[4]), fold(v[2], v[6])), fold(fold(v[1], v[5]), fold(v[3], v[7])));
     partials[tile * cols + 2 * at] = total.x;
@@ -83,16 +97,18 @@ __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2
 }
 
 // kFull: rows have kMostColumns.
-template <int kRing, bool kCentered, bool kFull>
-__global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(RowsConfig::kThreads, 1)
-    norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
-  constexpr int kPairs = RowsConfig::kPairs;
+template <int kPairs, bool kCentered, bool kFull>
+__global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1)
+    __launch_bounds__(RowsConfig::kThreads, RowsOf<kPairs>::kBlocksPerSm)
+        norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
+  using Rows = RowsOf<kPairs>;
+  constexpr int kRing = Rows::kRing;
   constexpr int kThreads = RowsConfig::kThreads;
   constexpr int kRows = RowsConfig::kRows;
   extern __shared__ uint4 memory[];
   __shared__ float scratch[RowBlock::kScratch];
   __shared__ RowStats row_stats[2][kRows];  // of this tile and of the next
-  const int cols = kFull ? RowsConfig::kMostColumns : static_cast<int>(task.x.cols);
+  const int cols = kFull ? Rows::kMostColumns : static_cast<int>(task.x.cols);
   const int row_bytes = 2 * cols;
   const char* ring = reinterpret_cast<const char*>(memory);
   auto* saved = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kRing * 2 * row_bytes);
@@ -118,8 +134,9 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
     const int row = row_of(t, i % kRows);
     if (t < tiles && row < rows) {
       const unsigned to = ring_address + slot * 2 * row_bytes;
-      copy_row<kFull>(to, static_cast<const bf16_t*>(task.x.data) + row * task.stride, row_bytes);
-      copy_row<kFull>(to + row_bytes, static_cast<const bf16_t*>(task.grad.data) + row * task.grad_stride, row_bytes);
+      copy_row<Rows::kSpans, kFull>(to, static_cast<const bf16_t*>(task.x.data) + row * task.stride, row_bytes);
+      copy_row<Rows::kSpans, kFull>(to + row_bytes, static_cast<const bf16_t*>(task.grad.data) + row * task.grad_stride,
+                                    row_bytes);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -153,7 +170,7 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
         for (int p = 0; p < kPairs; ++p) {
           if (i != 0) {
             saved[p * kThreads + thread] = weight_sum[p];
-            if (with_bias) saved[RowsConfig::kSums + p * kThreads + thread] = bias_sum[p];
+            if (with_bias) saved[Rows::kSums + p * kThreads + thread] = bias_sum[p];
           }
           weight_sum[p] = bias_sum[p] = make_float2(0.0f, 0.0f);
         }
@@ -216,12 +233,12 @@ __global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1) __launch_bounds__(R
       float2& weight = saved[p * kThreads + thread];
       weight = make_float2(weight.x + weight_sum[p].x, weight.y + weight_sum[p].y);
       if (!with_bias) continue;
-      float2& bias = saved[RowsConfig::kSums + p * kThreads + thread];
+      float2& bias = saved[Rows::kSums + p * kThreads + thread];
       bias = make_float2(bias.x + bias_sum[p].x, bias.y + bias_sum[p].y);
     }
     cluster_arrive();
     cluster_wait();
-    fold_sums(task, saved, first_tile + t * step, member);
+    fold_sums<kPairs>(task, saved, first_tile + t * step, member);
     cluster_arrive();
   }
   cluster_wait();  // others may still read here
@@ -245,36 +262,43 @@ int64_t resident_clusters(Kernel kernel, int bytes) {
   return larger(1, clusters);
 }
 
-template <int kRing, bool kCentered, bool kFull>
+template <int kPairs, bool kCentered, bool kFull>
 void launch(const NormGradTask& task, Lane lane) {
-  const int sets = task.bias_partials != nullptr ? 2 : 1;
-  const int bytes =
-      kRing * 4 * static_cast<int>(task.x.cols) + sets * RowsConfig::kSums * static_cast<int>(sizeof(float2));
-  const auto kernel = norm_grad_rows_kernel<kRing, kCentered, kFull>;
+  using Rows = RowsOf<kPairs>;
+  const auto kernel = norm_grad_rows_kernel<kPairs, kCentered, kFull>;
   // For the longest rows, whatever this call's: a graph may hold a launch that needs it.
-  constexpr int kColumns = kRing == 3 ? RowsConfig::kMostColumns : RowsConfig::kShortColumns;
-  constexpr int kMostBytes = kRing * 4 * kColumns + 2 * RowsConfig::kSums * static_cast<int>(sizeof(float2));
+  constexpr int kMostBytes = Rows::bytes(Rows::kMostColumns, 2);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for rows");
   static const int64_t most = resident_clusters(kernel, kMostBytes);  // GPUs of one machine are alike
   const int blocks = grid_size(smaller(ceil_div(task.rows, 128), most) * RowsConfig::kCluster);
+  const int bytes = Rows::bytes(static_cast<int>(task.x.cols), task.bias_partials != nullptr ? 2 : 1);
   kernel<<<blocks, RowsConfig::kThreads, bytes, stream_of(lane)>>>(task);
   check_launch("norm_grad_rows_kernel");
+}
+
+template <int kPairs, bool kFull>
+void launch(const NormGradTask& task, Lane lane) {
+  task.mean != nullptr ? launch<kPairs, true, kFull>(task, lane) : launch<kPairs, false, kFull>(task, lane);
 }
 
 }  // namespace
 
 bool launch_norm_grad_rows(const NormGradTask& task, Lane lane) {
-  const bool vectors = task.x.vector && task.grad.vector && task.dx.vector && task.x.cols % 8 == 0;
-  if (task.x.dtype != Float::kBF16 || !vectors || task.x.cols > RowsConfig::kMostColumns) return false;
+  const int64_t cols = task.x.cols;
+  const bool vectors = task.x.vector && task.grad.vector && task.dx.vector && cols % 8 == 0;
+  if (task.x.dtype != Float::kBF16 || !vectors || cols > RowsOf<8>::kMostColumns) return false;
   if (task.rows > 0x7FFF0000) return false;
-  const bool centered = task.mean != nullptr;
-  if (task.x.cols == RowsConfig::kMostColumns) {
-    centered ? launch<3, true, true>(task, lane) : launch<3, false, true>(task, lane);
-  } else if (task.x.cols > RowsConfig::kShortColumns) {
-    centered ? launch<3, true, false>(task, lane) : launch<3, false, false>(task, lane);
+  if (cols == RowsOf<8>::kMostColumns) {
+    launch<8, true>(task, lane);
+  } else if (cols > RowsOf<4>::kMostColumns) {
+    launch<8, false>(task, lane);
+  } else if (cols == RowsOf<4>::kMostColumns) {
+    launch<4, true>(task, lane);
+  } else if (cols > RowsOf<2>::kMostColumns) {
+    launch<4, false>(task, lane);
   } else {
-    centered ? launch<6, true, false>(task, lane) : launch<6, false, false>(task, lane);
+    launch<2, false>(task, lane);
   }
   return true;
 }

@@ -1,7 +1,10 @@
 // What a norm makes of bf16 rows, whole rows in the registers of a team of 128 threads: statistics and result from
 // one read. Blocks stay, for the sake of gains and biases, which they keep in shared memory as floats. A team takes
-// four neighbouring rows at a time; the eight teams of a multiprocessor hide each other's latency.
+// four neighbouring rows at a time, short ones two or four at once; the eight teams of a multiprocessor hide each
+// other's latency.
 #pragma once
+
+#include <type_traits>
 
 #include "made.cuh"
 
@@ -11,7 +14,7 @@ namespace cuda {
 struct NormRowsConfig {
   static constexpr int kTeams = 4;  // of a block
   static constexpr int kThreads = kTeams * RowTeam::kThreads;
-  static constexpr int kRows = 4;      // of a team, one after another
+  static constexpr int kRows = 4;      // of a team, before it goes on to others
   static constexpr int kVectors = 8;   // of a row that is quantized, a thread
   static constexpr int kLongVectors = 16;
   static constexpr int kColumns = kVectors * 1024;
@@ -30,48 +33,53 @@ struct SharedVector {
     low[vector] = make_float4(v[0], v[1], v[2], v[3]);
     high[vector] = make_float4(v[4], v[5], v[6], v[7]);
   }
-  __device__ __forceinline__ void take(int vector, float (&v)[8]) const {
-    const float4 a = low[vector];
-    const float4 b = high[vector];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-  }
+  // Half of eight: registers are short.
+  __device__ __forceinline__ float4 take(int vector, int half) const { return half == 0 ? low[vector] : high[vector]; }
 };
 
-// held <- the result, in bf16. Behind the row's end gains are zero, and so is the result, or NaN where a statistic is
-// not finite.
-template <bool kCentered, int kVectors>
-__device__ __forceinline__ void make_norm_row(const SharedVector& gains, const SharedVector& biases,
-                                              const RowStats& stats, TeamRow<kVectors>& held) {
-  const float shift = stats.shift(kCentered);
+// held <- the result, in bf16. Behind a row's end gains are zero, and so is the result, or NaN where a statistic is not
+// finite.
+template <bool kCentered, int kVectors, int kHeld>
+__device__ __forceinline__ void make_norm_rows(const SharedVector& gains, const SharedVector& biases,
+                                               const RowStats (&stats)[kHeld], TeamRow<kVectors, kHeld>& held) {
+  constexpr int kEach = kVectors / kHeld;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int at = RowTeam::kThreads * i + RowTeam::rank();
-    float v[8];
-    float gain[8];
-    unpack_eight<bf16_t>(held.vector[i], v);
-    gains.take(at, gain);
-    if (kCentered) {
-      float bias[8];
-      biases.take(at, bias);
-      apply_norm(v, stats.rstd, shift, gain, bias);
-    } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = v[j] * stats.rstd * gain[j];
+    for (int half = 0; half < 2; ++half) {
+      const float4 gain = gains.take(at, half);
+      const float4 bias = kCentered ? biases.take(at, half) : make_float4(kNoBias, kNoBias, kNoBias, kNoBias);
+#pragma unroll
+      for (int r = 0; r < kHeld; ++r) {
+        uint4& vector = held.vector[r * kEach + i];
+        const float shift = stats[r].shift(kCentered);
+        const auto two = [&](uint32_t& word, float2 gains, float2 biases) {
+          const float low = Words<bf16_t>::element(word, 0);
+          const float high = Words<bf16_t>::element(word, 1);
+          word = kCentered ? pack_bf16(norm_of(low, stats[r].rstd, shift, gains.x, biases.x),
+                                       norm_of(high, stats[r].rstd, shift, gains.y, biases.y))
+                           : pack_bf16(low * stats[r].rstd * gains.x, high * stats[r].rstd * gains.y);
+        };
+        two(half == 0 ? vector.x : vector.z, make_float2(gain.x, gain.y), make_float2(bias.x, bias.y));
+        two(half == 0 ? vector.y : vector.w, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));
+      }
     }
-    held.vector[i] = pack_eight_bf16(v);
   }
 }
 
-// consume(row, i, made row) for the team's rows, i of four, and after(first row) after the four. backwards: starts
-// with the last rows, which L2 may still hold. kFull: rows have all of kVectors, which saves comparisons.
-template <bool kCentered, int kVectors, bool kFull, typename Consume, typename After>
+// consume(row, i, made) for the team's rows, kHeld at once, of which `row` is the first and the i-th of four, and
+// after(first row) after the four. Rows that are not there are zeros. backwards: starts with the last rows, which L2
+// may still hold. kFull: rows have all vectors, which saves comparisons, but for a LayerNorm's: without its branches, the
+// compiler holds on to what it unpacks of a row for its second pass, and there are not registers enough.
+template <bool kCentered, int kVectors, int kHeld, bool kFull, typename Consume, typename After>
 __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats, bool backwards, float4* memory,
                                                   const Consume& consume, const After& after) {
-  __shared__ float scratch[NormRowsConfig::kTeams * RowTeam::kScratch];
+  using Held = TeamRow<kVectors, kHeld>;
+  __shared__ float scratch[NormRowsConfig::kTeams * TeamOfRows<kHeld>::kScratch];
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
-  constexpr int kAll = kVectors * RowTeam::kThreads;
-  const int vectors = kFull ? kAll : static_cast<int>(x.cols / 8);
+  constexpr int kAll = Held::kColumns / 8;
+  const int vectors = kFull && !kCentered ? kAll : static_cast<int>(x.cols / 8);
   const SharedVector gains{memory, memory + kAll};
   const SharedVector biases{memory + 2 * kAll, memory + 3 * kAll};
   for (int at = static_cast<int>(threadIdx.x); at < kAll; at += NormRowsConfig::kThreads) {
@@ -83,7 +91,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
     biases.put(at, v);
   }
   __syncthreads();
-  RowTeam team(scratch, number);
+  TeamOfRows<kHeld> team(scratch, number);
   // Rows fit 32 bits (check::fused), and registers are short.
   const int rows = static_cast<int>(x.rows);
   const int fours = (rows + NormRowsConfig::kRows - 1) / NormRowsConfig::kRows;
@@ -92,22 +100,38 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
   for (int four = static_cast<int>(blockIdx.x) * NormRowsConfig::kTeams + number; four < fours; four += step) {
     const int first = (backwards ? fours - 1 - four : four) * NormRowsConfig::kRows;
 #pragma unroll 1
-    for (int i = 0; i < NormRowsConfig::kRows && first + i < rows; ++i) {
+    for (int i = 0; i < NormRowsConfig::kRows && first + i < rows; i += kHeld) {
       const int row = first + i;
-      const auto* from = reinterpret_cast<const uint4*>(x.data + row * x.stride);
-      TeamRow<kVectors> held;
-      held.load(from, 0, vectors);
-      RowStats stats;
+      const auto there = [&](int r) { return r == 0 || row + r < rows; };
+      Held held;
+#pragma unroll
+      for (int r = 0; r < kHeld; ++r) {
+        held.load(reinterpret_cast<const uint4*>(x.data + (row + r) * x.stride), 0, there(r) ? vectors : 0, r);
+      }
+      RowStats stats[kHeld];
       if (make_stats) {
-        stats = stats_of_row<kCentered, true, true>(team, held, from, vectors, x.eps);
+        stats_of_held<kCentered>(team, held, vectors, x.eps, stats);
         if (RowTeam::rank() == 0) {
-          if (kCentered) x.mean[row] = stats.mean;
-          x.rstd[row] = stats.rstd;
+#pragma unroll
+          for (int r = 0; r < kHeld; ++r) {
+            if (!there(r)) break;
+            if (kCentered) x.mean[row + r] = stats[r].mean;
+            x.rstd[row + r] = stats[r].rstd;
+          }
         }
       } else {
-        stats = RowStats{kCentered ? x.mean[row] : 0.0f, x.rstd[row]};
+#pragma unroll
+        for (int r = 0; r < kHeld; ++r) {
+          stats[r] = RowStats{kCentered && there(r) ? x.mean[row + r] : 0.0f, there(r) ? x.rstd[row + r] : 0.0f};
+        }
       }
-      make_norm_row<kCentered>(gains, biases, stats, held);
+      make_norm_rows<kCentered>(gains, biases, stats, held);
+      if (kHeld > 1 && !there(kHeld - 1)) {  // a bias is what a norm makes of nothing
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          if (!there(Held::row_of(v))) held.vector[v] = make_uint4(0u, 0u, 0u, 0u);
+        }
+      }
       held.forget_unpacked();
       consume(row, i, held);
     }
@@ -115,10 +139,10 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
   }
 }
 
-// Starts kernel(x, arguments...), which keeps rows as kVectors vectors a thread.
-template <int kVectors, typename Kernel, typename... Arguments>
+// Starts kernel(x, arguments...), which holds rows of up to kColumns as kVectors vectors a thread.
+template <int kVectors, int kHeld, typename Kernel, typename... Arguments>
 void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
-  constexpr int kMostBytes = kVectors * 1024 * 2 * static_cast<int>(sizeof(float));
+  constexpr int kMostBytes = TeamRow<kVectors, kHeld>::kColumns * 2 * static_cast<int>(sizeof(float));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for gains");
   const int bytes = x.centered ? kMostBytes : kMostBytes / 2;
@@ -129,14 +153,25 @@ void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane,
   check_launch(name);
 }
 
+// go(how many rows to hold at once, as a constant) for rows of up to NormRowsConfig::kColumns.
+template <typename Go>
+void with_held_rows(int64_t cols, const Go& go) {
+  switch (rows_at_once(cols)) {
+    case 4: return go(std::integral_constant<int, 4>{});
+    case 2: return go(std::integral_constant<int, 2>{});
+    default: return go(std::integral_constant<int, 1>{});
+  }
+}
+
 // Whether the row plane of x can be quantized by rows.
 inline bool by_rows(const Made& x) {
   return x.kind == Produce::kNorm && x.partials == nullptr && x.cols <= NormRowsConfig::kColumns &&
          (x.centered || x.bias.data == nullptr);
 }
 
-// `make_stats`: x.mean and x.rstd are written, else read.
-void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane);
+// Both raise what is in `amax`.
+void launch_amax_norm(const Source& x, float* amax, const float* noop, Lane lane);
+void launch_amax_norm_patches(const Made& x, float* amax, const float* noop, Lane lane);
 
 }  // namespace cuda
 }  // namespace te_dist

@@ -262,33 +262,67 @@ __device__ __forceinline__ void forget_unpacked(Patch<bf16_t>& patch) {
 }
 
 // ---------------------------------------------------------------------------------------------- bands
-// kFull: the row has all of TeamRow<8>, which saves comparisons.
+// The statistics of a row that need not fit the team's registers. kFull: it has all of TeamRow<8>, which saves
+// comparisons.
 template <bool kCentered, bool kFull>
-__device__ __forceinline__ void make_stats_of_row(const Made& x, int64_t row, RowTeam& team) {
+__device__ __forceinline__ void make_stats_of_row(const Made& x, int64_t row, float* scratch, int number) {
+  if (row >= x.rows) return;
+  RowTeam team(scratch, number);
   const int vectors = kFull ? TeamRow<8>::kColumns / 8 : static_cast<int>(x.cols / 8);
   const auto* from = reinterpret_cast<const uint4*>(x.data + row * x.stride);
   TeamRow<8> held;
   held.load<true>(from, 0, vectors);
-  const RowStats stats = stats_of_row<kCentered, kFull, false>(team, held, from, vectors, x.eps);
+  const RowStats stats = stats_of_row<kCentered, kFull>(team, held, from, vectors, x.eps);
   if (RowTeam::rank() != 0) return;
   if (kCentered) publish(x.mean + row, stats.mean);
   publish(x.rstd + row, stats.rstd);
 }
 
-static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band, unsigned index) {
-  static_assert(BandConfig::kRowsPerPiece * RowTeam::kThreads == PatchConfig::kThreads, "a row for each team");
-  __shared__ float scratch[BandConfig::kRowsPerPiece * RowTeam::kScratch];
-  const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
-  const int64_t row =
-      static_cast<int64_t>(band) * BandConfig::kRows + static_cast<int64_t>(index) * BandConfig::kRowsPerPiece + number;
-  if (row >= x.rows) return;
-  RowTeam team(scratch, number);
-  const bool full = x.cols == TeamRow<8>::kColumns;
-  if (x.centered) {
-    full ? make_stats_of_row<true, true>(x, row, team) : make_stats_of_row<true, false>(x, row, team);
-  } else {
-    full ? make_stats_of_row<false, true>(x, row, team) : make_stats_of_row<false, false>(x, row, team);
+// Those of several short ones, from `row` on.
+template <bool kCentered, int kHeld>
+__device__ __forceinline__ void make_stats_of_rows(const Made& x, int64_t row, float* scratch, int number) {
+  TeamOfRows<kHeld> team(scratch, number);
+  const int vectors = static_cast<int>(x.cols / 8);
+  const int rows = static_cast<int>(min(x.rows - row, int64_t{kHeld}));
+  if (rows <= 0) return;
+  TeamRow<8, kHeld> held;
+#pragma unroll
+  for (int r = 0; r < kHeld; ++r) {
+    const auto* from = reinterpret_cast<const uint4*>(x.data + (row + r) * x.stride);
+    held.template load<true>(from, 0, r < rows ? vectors : 0, r);
   }
+  RowStats stats[kHeld];
+  stats_of_held<kCentered>(team, held, vectors, x.eps, stats);
+  if (RowTeam::rank() != 0) return;
+#pragma unroll
+  for (int r = 0; r < kHeld; ++r) {
+    if (r >= rows) break;
+    if (kCentered) publish(x.mean + row + r, stats[r].mean);
+    publish(x.rstd + row + r, stats[r].rstd);
+  }
+}
+
+template <bool kCentered>
+__device__ __forceinline__ void make_stats_of_team(const Made& x, int64_t row, float* scratch, int number) {
+  if (x.order.held == 4) {
+    make_stats_of_rows<kCentered, 4>(x, row, scratch, number);
+  } else if (x.order.held == 2) {
+    make_stats_of_rows<kCentered, 2>(x, row, scratch, number);
+  } else if (x.cols == TeamRow<8>::kColumns) {
+    make_stats_of_row<kCentered, true>(x, row, scratch, number);
+  } else {
+    make_stats_of_row<kCentered, false>(x, row, scratch, number);
+  }
+}
+
+static __device__ __noinline__ void make_band_stats(const Made& x, unsigned band, unsigned index) {
+  static_assert(BandConfig::kTeams * RowTeam::kThreads == PatchConfig::kThreads, "as many teams as a block has");
+  __shared__ float scratch[BandConfig::kTeams * TeamOfRows<4>::kScratch];
+  const unsigned number = threadIdx.x / RowTeam::kThreads;
+  const int64_t row =
+      static_cast<int64_t>(band) * BandConfig::kRows + (index * BandConfig::kTeams + number) * x.order.held;
+  x.centered ? make_stats_of_team<true>(x, row, scratch, static_cast<int>(number))
+             : make_stats_of_team<false>(x, row, scratch, static_cast<int>(number));
 }
 
 // ---------------------------------------------------------------------------------------------- tiles

@@ -216,34 +216,47 @@ __device__ __forceinline__ float fold_lanes(float v) {
   return v;
 }
 
-// 128 neighbouring threads that hold a row: thread t has elements 1024 i + 8 t .. 8 t + 7.
-class RowTeam {
+// 128 neighbouring threads that hold rows, kRows at once: thread t has elements 1024 i + 8 t .. 8 t + 7 of each.
+template <int kRows>
+class TeamOfRows {
  public:
   static constexpr int kThreads = 128;
-  static constexpr int kScratch = 2 * kThreads;  // floats of shared memory a team
+  static constexpr int kScratch = 2 * kRows * kThreads;  // floats of shared memory a team
 
   // number: of the team in its block, up to 3; scratch: the block's, kScratch floats per team.
-  __device__ __forceinline__ RowTeam(float* scratch, int number)
+  __device__ __forceinline__ TeamOfRows(float* scratch, int number)
       : scratch_(scratch + number * kScratch), number_(number) {}
 
   static __device__ __forceinline__ int rank() { return static_cast<int>(threadIdx.x % kThreads); }
 
-  // The sum of all threads' accumulators, in all of them or in the first 32. Two buffers in turn: who is a sum ahead
-  // writes the other.
+  // v: what fold_eight makes of the thread's accumulators of each row; becomes the sums of all threads', in all of them
+  // or in the first 32. Two buffers in turn: who is a sum ahead writes the other.
   template <bool kEverywhere = true>
-  __device__ __forceinline__ float sum(const float (&accumulators)[8]) {
-    float* vectors = scratch_ + turn_ * kThreads;
+  __device__ __forceinline__ void add_up(float (&v)[kRows]) {
+    float* vectors = scratch_ + turn_ * kRows * kThreads;
     turn_ ^= 1;
-    vectors[rank()] = fold_eight(accumulators);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) vectors[r * kThreads + rank()] = v[r];
     switch (number_) {  // numbers that the compiler sees: it reserves no others
       case 0: asm volatile("bar.sync 1, 128;" ::: "memory"); break;
       case 1: asm volatile("bar.sync 2, 128;" ::: "memory"); break;
       case 2: asm volatile("bar.sync 3, 128;" ::: "memory"); break;
       default: asm volatile("bar.sync 4, 128;" ::: "memory");
     }
-    if (!kEverywhere && rank() >= 32) return 0.0f;
+    if (!kEverywhere && rank() >= 32) return;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    return fold_lanes((vectors[lane] + vectors[64 + lane]) + (vectors[32 + lane] + vectors[96 + lane]));
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float* s = vectors + r * kThreads;
+      v[r] = fold_lanes((s[lane] + s[64 + lane]) + (s[32 + lane] + s[96 + lane]));
+    }
+  }
+  template <bool kEverywhere = true>
+  __device__ __forceinline__ float sum(const float (&accumulators)[8]) {
+    static_assert(kRows == 1, "add_up is for several");
+    float v[1] = {fold_eight(accumulators)};
+    add_up<kEverywhere>(v);
+    return v[0];
   }
 
  private:
@@ -251,6 +264,8 @@ class RowTeam {
   int number_;
   int turn_ = 0;
 };
+
+using RowTeam = TeamOfRows<1>;
 
 struct RowStats {
   float mean;
@@ -278,23 +293,28 @@ __device__ __forceinline__ float reciprocal_deviation(float square_sum, const Ro
   return __fdiv_rn(1.0f, __fsqrt_rn(count.divide(square_sum) + eps));
 }
 
-// A bf16 row of whole, aligned vectors in the registers of a team: word 4 i + w is word w of vector 128 i + rank.
-template <int kVectors>
+// bf16 rows of whole, aligned vectors in the registers of a team: kRows of them, of kEach vectors a thread.
+template <int kVectors, int kRows = 1>
 struct TeamRow {
-  static constexpr int kColumns = kVectors * 1024;
+  static constexpr int kEach = kVectors / kRows;
+  static constexpr int kColumns = kEach * 1024;
   uint4 vector[kVectors];
 
-  // Vectors from `first` on; zeros behind the row's end. kKeep: somebody reads them again soon, out of L2.
+  // The row, of those held, that vector i is of, and how far right of 8 * rank.
+  static __device__ __forceinline__ int row_of(int i) { return i / kEach; }
+  static __device__ __forceinline__ int offset_of(int i) { return i % kEach * 1024; }
+
+  // Vectors from `first` on of row r; zeros behind its end. kKeep: somebody reads them again soon, out of L2.
   template <bool kKeep = false>
-  __device__ __forceinline__ void load(const uint4* row, int first, int vectors) {
+  __device__ __forceinline__ void load(const uint4* row, int first, int vectors, int r = 0) {
     const uint64_t keep = kKeep ? keep_in_l2() : 0u;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const int at = first + i * RowTeam::kThreads + RowTeam::rank();
       if (kKeep) {
-        vector[i] = load_kept(row + at, at < vectors, keep);
+        vector[r * kEach + i] = load_kept(row + at, at < vectors, keep);
       } else {
-        vector[i] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
+        vector[r * kEach + i] = at < vectors ? __ldcg(row + at) : make_uint4(0u, 0u, 0u, 0u);
       }
     }
   }
@@ -306,23 +326,23 @@ struct TeamRow {
       asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
     }
   }
-  __device__ __forceinline__ void add_values(float (&total)[8]) const {
+  __device__ __forceinline__ void add_values(float (&total)[8], int r = 0) const {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       float v[8];
-      unpack_eight<bf16_t>(vector[i], v);
+      unpack_eight<bf16_t>(vector[r * kEach + i], v);
 #pragma unroll
       for (int j = 0; j < 8; ++j) total[j] += v[j];
     }
   }
   template <bool kCentered>
-  __device__ __forceinline__ void add_squares(float (&total)[8], float mean, int first, int vectors) const {
+  __device__ __forceinline__ void add_squares(float (&total)[8], float mean, int first, int vectors, int r = 0) const {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       // Behind the end lie zeros, which stay zeros.
       const float centre = kCentered && first + i * RowTeam::kThreads + RowTeam::rank() < vectors ? mean : 0.0f;
       float v[8];
-      unpack_eight<bf16_t>(vector[i], v);
+      unpack_eight<bf16_t>(vector[r * kEach + i], v);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (kCentered) v[j] -= centre;
@@ -332,10 +352,44 @@ struct TeamRow {
   }
 };
 
-// The statistics of a row of which `held` has the first vectors; ends with the last ones in it. kWhole: it has all.
-// kEverywhere: in all threads of the team, not just in the first. Else the row is not needed any more, but others will
-// read it.
-template <bool kCentered, bool kWhole, bool kEverywhere, int kVectors>
+// How many rows fit TeamRow<8> together.
+inline int rows_at_once(int64_t cols) {
+  return cols <= TeamRow<8, 4>::kColumns ? 4 : cols <= TeamRow<8, 2>::kColumns ? 2 : 1;
+}
+
+// The statistics of whole rows, in all threads of the team.
+template <bool kCentered, int kVectors, int kRows>
+__device__ __forceinline__ void stats_of_held(TeamOfRows<kRows>& team, TeamRow<kVectors, kRows>& held, int vectors,
+                                              float eps, RowStats (&stats)[kRows]) {
+  const RowCount count(8 * vectors);
+  float sum[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float total[8] = {};
+    if (kCentered) held.add_values(total, r);
+    sum[r] = fold_eight(total);
+    if (kRows > 1) held.forget_unpacked();
+  }
+  if (kCentered) team.add_up(sum);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) stats[r].mean = kCentered ? count.divide(sum[r]) : 0.0f;
+  if (kCentered) held.forget_unpacked();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float squares[8] = {};
+    held.template add_squares<kCentered>(squares, stats[r].mean, 0, vectors, r);
+    sum[r] = fold_eight(squares);
+    if (kRows > 1) held.forget_unpacked();
+  }
+  team.add_up(sum);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) stats[r].rstd = reciprocal_deviation(sum[r], count, eps);
+  held.forget_unpacked();
+}
+
+// The statistics of a row of which `held` has the first vectors, in the first thread of the team. kWhole: it has all.
+// The row is not needed any more, but others will read it.
+template <bool kCentered, bool kWhole, int kVectors>
 __device__ __forceinline__ RowStats stats_of_row(RowTeam& team, TeamRow<kVectors>& held, const uint4* row, int vectors,
                                                  float eps) {
   constexpr int kStep = kVectors * RowTeam::kThreads;
@@ -346,28 +400,24 @@ __device__ __forceinline__ RowStats stats_of_row(RowTeam& team, TeamRow<kVectors
     held.add_values(total);
 #pragma unroll 1
     for (int first = kStep; !kWhole && first < vectors; first += kStep) {
-      held.template load<!kEverywhere>(row, first, vectors);
+      held.template load<true>(row, first, vectors);
       held.add_values(total);
     }
     mean = count.divide(team.sum(total));
     held.forget_unpacked();
-    // Where there is nothing to be done with the row behind this, it is never loaded again if it is whole. But the
-    // compiler does not know, and keeps nothing unpacked.
-    constexpr bool kPretend = kWhole && !kEverywhere;
-    if (kPretend ? !(eps >= 0.0f) : !kWhole && vectors > kStep) held.template load<!kEverywhere>(row, 0, vectors);
+    // A whole row is never loaded again. But the compiler does not know, and keeps nothing unpacked.
+    if (kWhole ? !(eps >= 0.0f) : vectors > kStep) held.template load<true>(row, 0, vectors);
   }
   float squares[8] = {};
   held.template add_squares<kCentered>(squares, mean, 0, vectors);
 #pragma unroll 1
   for (int first = kStep; !kWhole && first < vectors; first += kStep) {
-    held.template load<!kEverywhere>(row, first, vectors);
+    held.template load<true>(row, first, vectors);
     held.template add_squares<kCentered>(squares, mean, first, vectors);
   }
-  const float sum = team.sum<kEverywhere>(squares);
-  if (!kEverywhere && RowTeam::rank() >= 32) return RowStats{mean, 0.0f};
-  const float rstd = reciprocal_deviation(sum, count, eps);
-  held.forget_unpacked();
-  return RowStats{mean, rstd};
+  const float sum = team.sum<false>(squares);
+  if (RowTeam::rank() >= 32) return RowStats{mean, 0.0f};
+  return RowStats{mean, reciprocal_deviation(sum, count, eps)};
 }
 
 // What a norm makes of a value; shift: of RowStats.

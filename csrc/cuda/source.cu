@@ -49,7 +49,7 @@ Made made_of(const Source& x, bool with_stats) {
   made.rstd = x.rstd;
   made.partials = x.partials;
   const bool ordered = with_stats && x.make_stats;
-  made.order = bands_of(x.rows, made.cols, ordered);
+  made.order = bands_of(x.rows, made.cols, ordered, rows_at_once(made.cols));
   const int64_t pieces = ordered ? band_pieces(made.order) : tile_count(made.rows, made.cols);
   made.pieces = static_cast<unsigned>(grid_size(pieces));
   return made;

@@ -119,8 +119,6 @@ def fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
         matrices.append(p.grad)
         if p.gated and cols % 256:  # made in pairs of tiles, half the columns apart
             return False
-    elif isinstance(p, NormOutput) and kernel == "amax" and (cols > 16384 or (p.mean is None and p.bias is not None)):
-        return False  # whole rows in registers, and a bias only beside a mean
     return all(t.data_ptr() % 16 == 0 and (rows == 1 or t.stride(0) % 8 == 0) for t in matrices) and all(
         v is None or v.data_ptr() % 16 == 0 for v in vectors
     )
