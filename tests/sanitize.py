@@ -61,7 +61,8 @@ def is_clean(output: str, returncode: int | None, ended: bool) -> bool:
     # The tool's lines; pytest's end with the same sign.
     found = [line for line in output.splitlines() if re.match(r"=========\s+\S", line) and not line.endswith("=")]
     harmless = ["COMPUTE-SANITIZER", "ERROR SUMMARY: 0 ", "RACECHECK SUMMARY: 0 "]
-    idle = "/ 0 selected" in output  # none of the files has tests for this process; pytest calls that an error
+    # None of the files has tests for this process, which pytest calls an error.
+    idle = re.search(r"items? / \d+ deselected / 0 selected", output) is not None
     if idle:
         harmless.append("Target application returned an error")
     if any(not line.split(maxsplit=1)[1].startswith(tuple(harmless)) for line in found) or "FAILED" in output:

@@ -114,13 +114,14 @@ def test_the_cast_records_the_amax_on_its_way(device: str, planes: str, dtype: t
 
 
 @pytest.mark.parametrize("name", sorted(PRODUCERS))
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("planes", sorted(PLANES))
-def test_and_that_of_what_is_made_on_the_fly(device: str, name: str, planes: str) -> None:
+def test_and_that_of_what_is_made_on_the_fly(device: str, name: str, fp8: str, planes: str) -> None:
     row, column = PLANES[planes]
-    for rows, cols in ((32, 64), (130, 272), (300, 1024)):
+    for rows, cols in ((32, 64), (130, 272), (300, 1024), (75, 3072), (35, 5120)):
         x = varied((rows, cols), torch.bfloat16).to(device)
         amax, scale = torch.zeros(1, device=device), torch.tensor([0.7], device=device)
-        quantizer = te_dist.Float8Quantizer(scale, amax, "e5m2", rowwise=row, columnwise=column)
+        quantizer = te_dist.Float8Quantizer(scale, amax, fp8, rowwise=row, columnwise=column)
         producer = PRODUCERS[name](x)
         quantizer.quantize_produced(producer, producer.shape)
         expected = kernels.materialize(PRODUCERS[name](x)).float().abs().amax()

@@ -233,7 +233,7 @@ def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[
 @pytest.mark.cuda
 @pytest.mark.parametrize("build", [BUILDS["rms"], BUILDS["layer"]], ids=["rms", "layer"])
 @pytest.mark.parametrize(
-    "shape", [(4297, 264), (6149, 1032), (6345, 2048), (6149, 2056), (4169, 4096), (6149, 4104)], ids=str
+    "shape", [(13000, 264), (6149, 1032), (12400, 2048), (8500, 2056), (8400, 4096), (6149, 4104)], ids=str
 )
 def test_norm_gradients_of_many_tiles(shape: tuple[int, int], build: Callable[[Tensor], NormOutput]) -> None:
     """Clusters of blocks that take several tiles one after the other, the last one not whole; all lengths of the
@@ -313,11 +313,36 @@ def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 def test_norms_of_whole_rows(layer_norm: bool) -> None:
     shapes = ((1, 8), (5, 8192), (130, 264), (131, 4096), (2, 8184), (1023, 1024), (257, 2048), (6, 16384))
-    for shape in (*shapes, (3, 2048), (18, 2056), (1030, 3000), (4400, 2048), (130, 17000), (257, 28672)):
+    for shape in (*shapes, (3, 2048), (18, 2056), (1030, 3000), (4400, 2048), (4400, 4096), (130, 17000), (257, 28672)):
         for weight_dtype, zero_centered in ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False)):
             x = matrix(*shape, torch.bfloat16)
             for format in ("current_e4m3", "delayed_e4m3", "block_1d", "mxfp8_e4m3"):
                 check_quantized(lambda x: norm(x, layer_norm, weight_dtype, zero_centered), x, format, False)  # noqa: B023
+
+
+@pytest.mark.parametrize("cols", [8, 16, 264, 2056, 20000])
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+def test_infinite_statistics_have_no_amax_behind_a_rows_end(device: str, layer_norm: bool, cols: int) -> None:
+    """Zeros there would become NaNs, where the result itself is infinite."""
+    x = torch.full((3, cols), 2.0**123 * 8 / cols if layer_norm else 1e-30, dtype=torch.bfloat16)
+
+    def build(where: str) -> NormOutput:
+        stats = torch.empty(2, 3, device=where)
+        weight = torch.ones(cols, dtype=torch.bfloat16, device=where)
+        # For a LayerNorm's mean times its reciprocal deviation to overflow.
+        eps = 1e-5 / cols**2 if layer_norm else 0.0
+        return NormOutput(x.to(where), weight, None, stats[0] if layer_norm else None, stats[1], eps=eps)
+
+    with te_dist.use_backend("reference"):
+        made = kernels.materialize(build("cpu"))
+    assert bool(made.isinf().all())
+    amax = torch.zeros(1, device=device)
+    kernels.amax(build(device), amax)
+    assert amax.isinf()
+    for columnwise in (False, True):
+        delayed = on(device, QUANTIZERS["delayed_e4m3"](columnwise=columnwise))
+        delayed.quantize_produced(build(device), made.shape)
+        assert delayed.amax.isinf().all()
 
 
 @pytest.mark.parametrize("cols", [264, 2048, 20000])
@@ -420,10 +445,11 @@ def test_amax_of_an_activation(device: str, name: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("format", ["current_e4m3", "block_1d", "mxfp8_e4m3"])
 @pytest.mark.parametrize("build", [BUILDS["layer"], BUILDS["dswiglu"]], ids=["layer", "dswiglu"])
-def test_fused_kernels_in_a_graph(format: str, build: Callable[[Tensor], Producer]) -> None:
-    """Counters and workspaces start anew at each replay."""
+@pytest.mark.parametrize("shape", [(700, 1024), (130, 17408)], ids=str)
+def test_fused_kernels_in_a_graph(shape: tuple[int, int], format: str, build: Callable[[Tensor], Producer]) -> None:
+    """Statistics and workspaces start anew at each replay."""
     quantizer = QUANTIZERS[format]()
-    first = matrix(700, 1024, torch.bfloat16).cuda()
+    first = matrix(*shape, torch.bfloat16).cuda()
     eager = build(first)
     quantizer.quantize_produced(eager, eager.shape)
     captured = build(first)
@@ -431,7 +457,7 @@ def test_fused_kernels_in_a_graph(format: str, build: Callable[[Tensor], Produce
     with torch.cuda.graph(graph):
         out = quantizer.quantize_produced(captured, captured.shape)
     for seed in (1, 2):
-        again = build(matrix(700, 1024, torch.bfloat16, seed).cuda())
+        again = build(matrix(*shape, torch.bfloat16, seed).cuda())
         captured.x.copy_(again.x)
         graph.replay()
         assert_same_storage(out, quantizer.quantize_produced(again, again.shape), format)

@@ -170,8 +170,9 @@ def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:
         assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone()), name)
 
 
-BANDS = ((1280, 1024), (1280, 2048), (896, 4096), (896, 8192), (640, 1536))
-# More tiles than blocks at once; for norms, rows of several lengths, and more bands than statistics lead by.
+BANDS = ((1280, 1024), (4480, 2048), (2048, 4096), (896, 8192), (640, 1536))
+# More tiles than blocks at once; for norms, rows of several lengths, three of them with more bands than statistics
+# lead by.
 PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], ...]]] = {
     "rms": (lambda x: norm(x, False, torch.float32), BANDS),
     "layer": (lambda x: norm(x, True, torch.bfloat16, True), BANDS),
@@ -286,5 +287,11 @@ def test_a_skipped_quantize_leaves_statistics_alone(layer_norm: bool) -> None:
         plane.view(torch.uint8).fill_(7)
     skip = torch.ones(1, device="cuda")
     kernels.quantize_mxfp8(made, *planes, fp8=te_dist.DType.kFloat8E4M3, two_d=False, noop=skip)
+    for cols in (512, 17408):
+        made = norm(matrix(256, cols, torch.bfloat16).cuda(), layer_norm, torch.bfloat16)
+        stats += [s.fill_(3.0) for s in (made.mean, made.rstd) if s is not None]
+        amax = torch.full((1,), 5.0, device="cuda")
+        kernels.amax(made, amax, noop=skip)
+        assert amax.item() == 5.0
     assert all(bool((s == 3.0).all()) for s in stats)
     assert all(bool((plane.view(torch.uint8) == 7).all()) for plane in planes)

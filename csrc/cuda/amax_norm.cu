@@ -11,13 +11,16 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
     amax_norm_kernel(const __grid_constant__ Made x, bool make_stats, float* amax, const float* noop) {
   extern __shared__ float4 memory[];
   if (is_noop(noop)) return;
+  using Held = TeamRow<kVectors, kHeld>;
   using W = Words<bf16_t>;
+  const int rank = RowTeam::rank();
   uint32_t largest = 0u;
   for_each_norm_row<kCentered, kVectors, kHeld, false>(
       x, make_stats, false, memory,
-      [&](int64_t, int, const TeamRow<kVectors, kHeld>& made) {
+      [&](int64_t, int, const Held& made) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
+          if (Held::offset_of(i) + 8 * rank >= x.cols) continue;
           const uint4& v = made.vector[i];
           largest = W::max(largest, W::magnitude(v.x), W::magnitude(v.y));
           largest = W::max(largest, W::magnitude(v.z), W::magnitude(v.w));

@@ -21,10 +21,10 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
         uint8_t* to = out + row * x.cols + 8 * rank;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (from.seen != nullptr) word = max_of_vector<bf16_t>(word, made.vector[i]);
           if (i > 0 && Held::offset_of(i) == 0) to += x.cols;
           const bool there = kHeld == 1 || row + Held::row_of(i) < x.rows;
           if (there && Held::offset_of(i) + 8 * rank < x.cols) {
+            if (from.seen != nullptr) word = max_of_vector<bf16_t>(word, made.vector[i]);
             store_bulk(reinterpret_cast<uint2*>(to + Held::offset_of(i)), encode_eight<F>(made.vector[i], scale));
           }
         }

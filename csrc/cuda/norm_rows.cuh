@@ -15,12 +15,12 @@ struct NormRowsConfig {
   static constexpr int kTeams = 4;  // of a block
   static constexpr int kThreads = kTeams * RowTeam::kThreads;
   static constexpr int kRows = 4;      // of a team, before it goes on to others
-  static constexpr int kVectors = 8;   // of a row that is quantized, a thread
+  static constexpr int kVectors = 8;   // a thread, of the rows that are held at once
   static constexpr int kLongVectors = 16;
   static constexpr int kColumns = kVectors * 1024;
   static constexpr int kLongColumns = kLongVectors * 1024;
-  template <int kHeld>
-  static constexpr int kBlocksPerSm = kHeld == kVectors ? 2 : 1;
+  template <int kOfThread>
+  static constexpr int kBlocksPerSm = kOfThread == kVectors ? 2 : 1;
 };
 
 // A vector along K as floats, the first and the last four of each eight apart: lanes that read neighbours meet every
@@ -37,8 +37,8 @@ struct SharedVector {
   __device__ __forceinline__ float4 take(int vector, int half) const { return half == 0 ? low[vector] : high[vector]; }
 };
 
-// held <- the result, in bf16. Behind a row's end gains are zero, and so is the result, or NaN where a statistic is not
-// finite.
+// held <- the result, in bf16. Behind a row's end gains are zero, and so is the result, or NaN where a statistic or the
+// shift is not finite: who takes maxima of more than a block of 128 looks where rows end.
 template <bool kCentered, int kVectors, int kHeld>
 __device__ __forceinline__ void make_norm_rows(const SharedVector& gains, const SharedVector& biases,
                                                const RowStats (&stats)[kHeld], TeamRow<kVectors, kHeld>& held) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
   }
 }
 
-// Starts kernel(x, arguments...), which holds rows of up to kColumns as kVectors vectors a thread.
+// Starts kernel(x, arguments...), which holds kHeld rows at once as kVectors vectors a thread.
 template <int kVectors, int kHeld, typename Kernel, typename... Arguments>
 void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
   constexpr int kMostBytes = TeamRow<kVectors, kHeld>::kColumns * 2 * static_cast<int>(sizeof(float));

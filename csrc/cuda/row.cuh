@@ -1,4 +1,4 @@
-// Rows of any float type, eight neighbours at a time, and the sum of a row by a team of 128 threads.
+// Rows of any float type, eight neighbours at a time, and the sums of rows by a team of 128 threads.
 //
 // The type is a run-time value here: a branch per eight elements costs little, compiling everything three
 // times costs more. Order of the sums: te_dist/reference_producers.py.

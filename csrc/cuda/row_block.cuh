@@ -24,7 +24,7 @@ struct RowBlock {
     const int lane = static_cast<int>(threadIdx.x % 32);
     return fold_lanes((s[lane] + s[64 + lane]) + (s[32 + lane] + s[96 + lane]));
   }
-  // A sum over the row, in all threads; turn: another one of 0 .. 3 than the last three sums had.
+  // A sum over the row, in all threads; turn: another one of 0 .. 3 than the last sum had.
   static __device__ __forceinline__ float sum(float2 v, float* scratch, int turn) {
     scratch += 128 * turn;
     v = fold_pairs(v);
