@@ -148,4 +148,12 @@ TED_DECLARE_BACKEND(cpu)
 TED_DECLARE_BACKEND(cuda)
 #undef TED_DECLARE_BACKEND
 
+namespace cuda {
+
+// Lays work out for a GPU of at most so many multiprocessors; 0: for all there are. For tests: blocks that stay on a
+// multiprocessor then take many tiles of a small matrix.
+void limit_multiprocessors(int most);
+
+}  // namespace cuda
+
 }  // namespace te_dist

@@ -422,6 +422,21 @@ PyMethodDef variant_definition{"variant", variant, METH_NOARGS,
 
 PyModuleDef cpu_definition{PyModuleDef_HEAD_INIT, "cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 #if defined(TED_WITH_CUDA)
+PyObject* limit_multiprocessors(PyObject*, PyObject* most) {
+  const long number = PyLong_AsLong(most);
+  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  try {
+    cuda::limit_multiprocessors(static_cast<int>(number));
+    Py_RETURN_NONE;
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
+}
+
+PyMethodDef limit_definition{"limit_multiprocessors", limit_multiprocessors, METH_O,
+                             "Lays work out for so few multiprocessors, or for all with 0. For tests."};
+
 PyModuleDef cuda_definition{PyModuleDef_HEAD_INIT, "cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
 PyModuleDef definition{PyModuleDef_HEAD_INIT,
@@ -448,6 +463,9 @@ bool fill(PyObject* module) {
 #if defined(TED_WITH_CUDA)
   static const Backend on_cuda = TED_BACKEND(cuda);
   if (!add_backend(module, &cuda_definition, on_cuda)) return false;
+  PyObject* cuda_module = PyObject_GetAttrString(module, "cuda");
+  if (!add(cuda_module, "limit_multiprocessors", PyCFunction_New(&limit_definition, nullptr))) return false;
+  Py_DECREF(cuda_module);
   const char* archs = TED_CUDA_ARCHS;
   const bool has_cuda = true;
 #else

@@ -208,6 +208,7 @@ BUILDS: dict[str, Callable[[Tensor], Producer]] = {
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 @pytest.mark.parametrize("shape", [(2200, 3072), (140, 8192), (140, 8704)], ids=str)
 def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[[Tensor], Producer]) -> None:
@@ -231,6 +232,7 @@ def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 @pytest.mark.parametrize("build", [BUILDS["rms"], BUILDS["layer"]], ids=["rms", "layer"])
 @pytest.mark.parametrize(
     "shape", [(13000, 264), (6149, 1032), (12400, 2048), (8500, 2056), (8400, 4096), (6149, 4104)], ids=str
@@ -294,6 +296,7 @@ TABLED: dict[str, Callable[[Tensor], Producer]] = {
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 @pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
 @pytest.mark.parametrize("name", TABLED)
 def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
@@ -310,6 +313,7 @@ def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 def test_norms_of_whole_rows(layer_norm: bool) -> None:
     shapes = ((1, 8), (5, 8192), (130, 264), (131, 4096), (2, 8184), (1023, 1024), (257, 2048), (6, 16384))

@@ -187,6 +187,7 @@ PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], 
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 @pytest.mark.parametrize("planes", ["row", "both"])
 @pytest.mark.parametrize("what", PRODUCERS)
 def test_producers(what: str, planes: str) -> None:
@@ -245,6 +246,7 @@ def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int
 
 
 @pytest.mark.cuda
+@pytest.mark.large
 def test_a_norm_again_and_again() -> None:
     """Tiles wait for statistics of other tiles: the order in which they come must not matter."""
     x = matrix(2048, 8192, torch.bfloat16).cuda()

@@ -49,7 +49,7 @@ int device_attribute() {
   return value;
 }
 
-inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
+int multiprocessors();  // of the current device, or as few as limit_multiprocessors says
 inline bool has_clusters() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 inline bool aligned(const void* pointer, int bytes) {

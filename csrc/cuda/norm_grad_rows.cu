@@ -270,7 +270,8 @@ void launch(const NormGradTask& task, Lane lane) {
   constexpr int kMostBytes = Rows::bytes(Rows::kMostColumns, 2);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for rows");
-  static const int64_t most = resident_clusters(kernel, kMostBytes);  // GPUs of one machine are alike
+  static const int64_t resident = resident_clusters(kernel, kMostBytes);  // GPUs of one machine are alike
+  const int64_t most = smaller(resident, larger(1, multiprocessors() * Rows::kBlocksPerSm / RowsConfig::kCluster));
   const int blocks = grid_size(smaller(ceil_div(task.rows, 128), most) * RowsConfig::kCluster);
   const int bytes = Rows::bytes(static_cast<int>(task.x.cols), task.bias_partials != nullptr ? 2 : 1);
   kernel<<<blocks, RowsConfig::kThreads, bytes, stream_of(lane)>>>(task);
