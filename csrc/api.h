@@ -151,8 +151,8 @@ TED_DECLARE_BACKEND(cuda)
 namespace cuda {
 
 // Lays work out for a GPU of at most so many multiprocessors; 0: for all there are. For tests: blocks that stay on a
-// multiprocessor then take many tiles of a small matrix.
-void limit_multiprocessors(int most);
+// multiprocessor then take many tiles of a small matrix. Returns how many that are.
+int limit_multiprocessors(int64_t most);
 
 }  // namespace cuda
 

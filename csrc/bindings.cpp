@@ -355,12 +355,11 @@ struct Bound {
   PyMethodDef definition;
 };
 
-PyObject* invoke(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
+// What a function returns, or null and the Python error for what it throws.
+template <typename Function>
+PyObject* guarded(const Function& function) {
   try {
-    Reader reader(bound->entry->name, args, count);
-    bound->entry->function(reader, *bound->backend);
-    Py_RETURN_NONE;
+    return function();
   } catch (const BadArgument&) {
   } catch (const std::invalid_argument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
@@ -370,6 +369,15 @@ PyObject* invoke(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
   return nullptr;
+}
+
+PyObject* invoke(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
+  return guarded([&]() -> PyObject* {
+    Reader reader(bound->entry->name, args, count);
+    bound->entry->function(reader, *bound->backend);
+    Py_RETURN_NONE;
+  });
 }
 
 // Adds `value` (a new reference, or null after an error) to a module.
@@ -409,12 +417,7 @@ bool bind_backend(PyObject* module, const Backend& backend) {
   }
 
 PyObject* variant(PyObject*, PyObject*) {
-  try {
-    return PyUnicode_FromString(cpu::kernels().name);
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-    return nullptr;
-  }
+  return guarded([] { return PyUnicode_FromString(cpu::kernels().name); });
 }
 
 PyMethodDef variant_definition{"variant", variant, METH_NOARGS,
@@ -423,19 +426,13 @@ PyMethodDef variant_definition{"variant", variant, METH_NOARGS,
 PyModuleDef cpu_definition{PyModuleDef_HEAD_INIT, "cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 #if defined(TED_WITH_CUDA)
 PyObject* limit_multiprocessors(PyObject*, PyObject* most) {
-  const long number = PyLong_AsLong(most);
+  const long long number = PyLong_AsLongLong(most);
   if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  try {
-    cuda::limit_multiprocessors(static_cast<int>(number));
-    Py_RETURN_NONE;
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-    return nullptr;
-  }
+  return guarded([&] { return PyLong_FromLong(cuda::limit_multiprocessors(number)); });
 }
 
 PyMethodDef limit_definition{"limit_multiprocessors", limit_multiprocessors, METH_O,
-                             "Lays work out for so few multiprocessors, or for all with 0. For tests."};
+                             "For tests: lays work out for so few, or for all with 0, and returns how many."};
 
 PyModuleDef cuda_definition{PyModuleDef_HEAD_INIT, "cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
@@ -449,23 +446,19 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT,
                        nullptr,
                        nullptr};
 
-bool add_backend(PyObject* module, PyModuleDef* backend_module, const Backend& backend) {
+// own: a function of this backend alone.
+bool add_backend(PyObject* module, PyModuleDef* backend_module, const Backend& backend, PyMethodDef* own) {
   PyObject* inner = PyModule_Create(backend_module);
-  return inner != nullptr && bind_backend(inner, backend) && add(module, backend_module->m_name, inner);
+  return inner != nullptr && bind_backend(inner, backend) &&
+         add(inner, own->ml_name, PyCFunction_New(own, nullptr)) && add(module, backend_module->m_name, inner);
 }
 
 bool fill(PyObject* module) {
   static const Backend on_cpu = TED_BACKEND(cpu);
-  if (!add_backend(module, &cpu_definition, on_cpu)) return false;
-  PyObject* cpu_module = PyObject_GetAttrString(module, "cpu");
-  if (!add(cpu_module, "variant", PyCFunction_New(&variant_definition, nullptr))) return false;
-  Py_DECREF(cpu_module);
+  if (!add_backend(module, &cpu_definition, on_cpu, &variant_definition)) return false;
 #if defined(TED_WITH_CUDA)
   static const Backend on_cuda = TED_BACKEND(cuda);
-  if (!add_backend(module, &cuda_definition, on_cuda)) return false;
-  PyObject* cuda_module = PyObject_GetAttrString(module, "cuda");
-  if (!add(cuda_module, "limit_multiprocessors", PyCFunction_New(&limit_definition, nullptr))) return false;
-  Py_DECREF(cuda_module);
+  if (!add_backend(module, &cuda_definition, on_cuda, &limit_definition)) return false;
   const char* archs = TED_CUDA_ARCHS;
   const bool has_cuda = true;
 #else

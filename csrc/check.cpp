@@ -104,7 +104,8 @@ bool is_fused(const Source& x) {
   const bool gradient = x.kind == Produce::kActivationGrad;
   // A gated gradient is made in pairs of tiles, H columns apart.
   const int64_t most = int64_t{1} << 30;  // tiles count rows and columns in 32 bits
-  return x.dtype == Float::kBF16 && x.rows > 0 && x.cols > 0 && x.rows < most && x.cols < most && x.cols % (gradient && x.gated ? 256 : 8) == 0 &&
+  return x.dtype == Float::kBF16 && x.rows > 0 && x.cols > 0 && x.rows < most && x.cols < most &&
+         x.cols % (gradient && x.gated ? 256 : 8) == 0 &&
          vectors(x.data, x.stride) && (!gradient || vectors(x.grad, x.grad_stride)) && vectors(x.weight.data, 0) &&
          vectors(x.bias.data, 0);
 }

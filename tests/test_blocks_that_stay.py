@@ -24,11 +24,12 @@ FEW = (1, 3)
 @contextlib.contextmanager
 def multiprocessors(most: int) -> Iterator[None]:
     assert kernels.extension is not None
-    kernels.extension.cuda.limit_multiprocessors(most)
+    limit = kernels.extension.cuda.limit_multiprocessors
+    assert limit(most) == most
     try:
         yield
     finally:
-        kernels.extension.cuda.limit_multiprocessors(0)
+        assert limit(0) == torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def on_few(make: Callable[[], dict[str, Any]], what: str) -> None:
@@ -148,7 +149,8 @@ def test_amax_of_an_activation(name: str) -> None:
 
 def test_refusals() -> None:
     assert kernels.extension is not None
-    with pytest.raises(ValueError, match="limited to a number of multiprocessors"):
-        kernels.extension.cuda.limit_multiprocessors(-1)
+    for most in (-1, 2**32):
+        with pytest.raises(ValueError, match="limited to a number of multiprocessors"):
+            kernels.extension.cuda.limit_multiprocessors(most)
     with pytest.raises(TypeError):
         kernels.extension.cuda.limit_multiprocessors("all")

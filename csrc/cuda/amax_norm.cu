@@ -38,17 +38,16 @@ void launch_held(const Made& x, bool make_stats, float* amax, const float* noop,
 
 }  // namespace
 
-void launch_amax_norm(const Source& x, float* amax, const float* noop, Lane lane) {
+void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane) {
   // Rows that fit no registers wait for their statistics in L2.
-  if (x.cols > NormRowsConfig::kLongColumns || (x.mean == nullptr && x.bias.data != nullptr)) {
-    return launch_amax_norm_patches(made_of(x, true), amax, noop, lane);
+  if (x.cols > NormRowsConfig::kLongColumns || (!x.centered && x.biased)) {
+    return launch_amax_norm_patches(x, amax, noop, lane);
   }
-  const Made made = made_of(x, false);
   if (x.cols > NormRowsConfig::kColumns) {
-    return launch_held<NormRowsConfig::kLongVectors, 1>(made, x.make_stats, amax, noop, lane);
+    return launch_held<NormRowsConfig::kLongVectors, 1>(x, make_stats, amax, noop, lane);
   }
   with_held_rows(x.cols, [&](auto held) {
-    launch_held<NormRowsConfig::kVectors, held>(made, x.make_stats, amax, noop, lane);
+    launch_held<NormRowsConfig::kVectors, held>(x, make_stats, amax, noop, lane);
   });
 }
 

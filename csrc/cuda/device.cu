@@ -11,9 +11,11 @@ std::atomic<int> limit{0};
 
 }  // namespace
 
-void limit_multiprocessors(int most) {
-  TED_CHECK(most >= 0, "a GPU is limited to a number of multiprocessors, or to 0 for all, got ", most);
-  limit.store(most, std::memory_order_relaxed);
+int limit_multiprocessors(int64_t most) {
+  TED_CHECK(most >= 0 && most <= 0x7FFFFFFF, "a GPU is limited to a number of multiprocessors, or to 0 for all, got ",
+            most);
+  limit.store(static_cast<int>(most), std::memory_order_relaxed);
+  return multiprocessors();
 }
 
 int multiprocessors() {

@@ -70,8 +70,8 @@ __device__ __forceinline__ void make_norm_rows(const SharedVector& gains, const 
 
 // consume(row, i, made) for the team's rows, kHeld at once, of which `row` is the first and the i-th of four, and
 // after(first row) after the four. Rows that are not there are zeros. backwards: starts with the last rows, which L2
-// may still hold. kFull: rows have all vectors, which saves comparisons, but for a LayerNorm's: without its branches, the
-// compiler holds on to what it unpacks of a row for its second pass, and there are not registers enough.
+// may still hold. kFull: rows have all vectors, which saves comparisons, but for a LayerNorm's: without its branches,
+// the compiler holds on to what it unpacks of a row for its second pass, and there are not registers enough.
 template <bool kCentered, int kVectors, int kHeld, bool kFull, typename Consume, typename After>
 __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats, bool backwards, float4* memory,
                                                   const Consume& consume, const After& after) {
@@ -169,8 +169,8 @@ inline bool by_rows(const Made& x) {
          (x.centered || x.bias.data == nullptr);
 }
 
-// Both raise what is in `amax`.
-void launch_amax_norm(const Source& x, float* amax, const float* noop, Lane lane);
+// Both raise what is in `amax`. `make_stats`: x.mean and x.rstd are written, else read; x.order says the same.
+void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane);
 void launch_amax_norm_patches(const Made& x, float* amax, const float* noop, Lane lane);
 
 }  // namespace cuda
