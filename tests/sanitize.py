@@ -1,10 +1,11 @@
 """compute-sanitizer over the kernel tests, on a machine with a GPU: make sanitize.
 
-    python tests/sanitize.py [memcheck racecheck ...] [--files NAME ...] [--jobs N] [--seconds N]
+    python tests/sanitize.py [memcheck racecheck ...] [--files NAME ...] [--only EXPRESSION] [--jobs N] [--seconds N]
 
 Runs the tests in as many processes as there are cores, each with a share of them. memcheck runs without torch's caching
 allocator, which would let a kernel write into its neighbour unseen; tests of CUDA graphs need the allocator, and run
-once more with it.
+once more with it. For racecheck, gradients of norms run alone, afterwards: their blocks wait for others of their
+cluster, which takes the tool long enough, and much longer where other processes have the GPU in turns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 KERNEL_TESTS = (
@@ -30,11 +32,26 @@ KERNEL_TESTS = (
 GRACE = 45  # seconds that a test may take which began in time
 
 
+class Part(NamedTuple):
+    """Tests that one process runs, or several, each a share of them."""
+
+    which: str  # pytest's -k
+    processes: int
+    caching: bool = True  # torch's allocator
+
+
+def stages(tool: str, jobs: int) -> list[list[Part]]:
+    """What runs at the same time, one list after the other."""
+    if tool == "memcheck":
+        return [[Part("not graph", jobs, caching=False), Part("graph", 1)]]
+    return [[Part("not graph and not gradients", jobs), Part("graph", 1)], [Part("gradients and not graph", 1)]]
+
+
 def start(
     tool: str, names: Sequence[str], which: str, share: str, caching: bool, seconds: float
 ) -> subprocess.Popen[str]:
     files = [str(TESTS / f"test_{name}.py") for name in names]
-    plain = ["-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider"]
+    plain = ["-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider", "-o", "timeout=0"]
     others = ["--kernel-name-exclude", "kns=at6native"]  # torch's: they would take most of the time
     # Large matrices would take racecheck hours; test_blocks_that_stay.py has small ones for the same loops.
     marked = "cuda" if tool == "memcheck" else "cuda and not large"
@@ -79,26 +96,37 @@ def slowest(outputs: Sequence[str], count: int = 10) -> list[tuple[float, str]]:
     return sorted(((float(seconds), name) for each in found for seconds, name in each), reverse=True)[:count]
 
 
-def check(tool: str, names: Sequence[str], jobs: int, seconds: float) -> bool:
-    """Whether tests ran, and no process has problems. Tests that there was no time for are counted."""
+def run(
+    tool: str, names: Sequence[str], only: str, parts: Sequence[Part], seconds: float
+) -> list[tuple[str, int | None, bool]]:
+    """What each process wrote, how it ended, and whether it had to be ended."""
     deadline = time.monotonic() + seconds + GRACE
-    running = [start(tool, names, "not graph", f"{k}/{jobs}", tool != "memcheck", seconds) for k in range(jobs)]
-    running.append(start(tool, names, "graph", "0/1", True, seconds))
+    running = [
+        start(tool, names, f"({part.which}) and ({only})" if only else part.which, f"{k}/{part.processes}",
+              part.caching, seconds)
+        for part in parts for k in range(part.processes)
+    ]  # fmt: skip
+    written = [finish(process, deadline) for process in running]
+    return [(text, process.returncode, ended) for process, (text, ended) in zip(running, written, strict=True)]
+
+
+def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float) -> bool:
+    """Whether tests ran, and no process has problems. Tests that there was no time for are counted."""
     passed = left = problems = cut = 0
     outputs = []
-    for process in running:
-        output, ended = finish(process, deadline)
-        outputs.append(output)
-        if not is_clean(output, process.returncode, ended):
-            problems += 1
-            print(output[-8000:])
-        passed += output.count(" PASSED")
-        left += output.count(" SKIPPED")
-        cut += ended
+    for parts in stages(tool, jobs):
+        for output, returncode, ended in run(tool, names, only, parts, seconds):
+            outputs.append(output)
+            if not is_clean(output, returncode, ended):
+                problems += 1
+                print(output[-8000:])
+            passed += output.count(" PASSED")
+            left += output.count(" SKIPPED")
+            cut += ended
     for took, name in slowest(outputs):
         print(f"{took:8.1f} s {name}")
     print(
-        f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(running)} processes ended before their last "
+        f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(outputs)} processes ended before their last "
         f"tests, {problems} with problems"
     )
     return passed > 0 and not problems
@@ -108,10 +136,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tools", nargs="*", default=["memcheck", "racecheck"])
     parser.add_argument("--files", nargs="+", default=KERNEL_TESTS, choices=KERNEL_TESTS, metavar="NAME")
+    parser.add_argument("--only", default="", metavar="EXPRESSION", help="tests that pytest's -k would choose")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="skip tests that would begin later")
+    parser.add_argument("--backwards", action="store_true", help="begin with what --seconds left out the last time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a stage; later, no test begins")
     options = parser.parse_args()
-    return 0 if all([check(tool, options.files, options.jobs, options.seconds) for tool in options.tools]) else 1
+    if options.backwards:
+        os.environ["TE_DIST_TEST_BACKWARDS"] = "1"
+    clean = [check(tool, options.files, options.only, options.jobs, options.seconds) for tool in options.tools]
+    return 0 if all(clean) else 1
 
 
 if __name__ == "__main__":

@@ -92,13 +92,30 @@ def nvfp4_inputs() -> dict[str, Tensor]:
     }
 
 
-def test_nvfp4_codes_by_lines() -> None:
-    """The arithmetic of csrc/cuda/nvfp4_whole.cu's codes, at every tie and the floats around it: no sum may round to a
-    tie, nor a tie to anything else."""
+def values_around_codes() -> Tensor:
+    """Every E2M1 number, every tie, the floats around them, and others in between."""
     points = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 6.9])
     near = torch.arange(-5000, 5001, dtype=torch.int32)
     values = (points.view(torch.int32)[:, None] + near).clamp(min=0).view(torch.float32).flatten()
-    values = torch.cat([values, torch.linspace(0, 6.95, 100_001)])
+    return torch.cat([values, torch.linspace(0, 6.95, 100_001)])
+
+
+def test_nvfp4_codes_by_halves() -> None:
+    """The arithmetic of csrc/cuda/nvfp4_whole.cu's faster codes: right but for ties that should go down."""
+    values = values_around_codes()
+    scaled = values.double() / 2**14
+    nearest = scaled.half()
+    bits = nearest.view(torch.int16).int() - (nearest.double() > scaled).int()  # towards zero
+    expected = reference.encode_e2m1(values).int()
+    downwards = torch.isin(values, torch.tensor([0.25, 1.25, 2.5, 5.0]))
+    assert torch.equal((bits + 256) // 512, expected + downwards.int())
+    assert downwards.sum() == 4
+
+
+def test_nvfp4_codes_by_lines() -> None:
+    """The arithmetic of csrc/cuda/nvfp4_whole.cu's other codes: no sum may round to a tie, nor a tie to anything
+    else."""
+    values = values_around_codes()
     scaled = values / 256
     second = reference_producers.fma(scaled, 0.5 * (1 - 2.0**-22), (2 + 3 * 2.0**-22) / 512)
     third = reference_producers.fma(scaled, 0.25 * (1 + 2.0**-23), (4 - 2.0**-22) / 512)
@@ -150,6 +167,29 @@ def test_nvfp4_under_any_amax(hadamard: bool, device: str) -> None:
                 assert_same_bytes(mine, theirs, f"{label} under {amax}, {plane}")
             kinds.add((len(expected[2].unique()) > 1, len(expected[0].unique()) > 16))
     assert (True, True) in kinds
+
+
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rht"])
+def test_nvfp4_ties_under_amaxes_of_all_mantissas(hadamard: bool, device: str) -> None:
+    """Whether a block's values can meet ties depends on how the amax's mantissa divides 2688 times the scale's."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 1 << 7, (128, 256), generator=generator)
+    exponents = torch.randint(-4, 0, (128, 256), generator=generator)
+    sizes = torch.randint(-8, 1, (8, 16), generator=generator).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    signs = 1 - 2 * torch.randint(0, 2, (128, 256), generator=generator)
+    x = ((1 + bits / 128) * 2.0 ** (exponents + sizes) * signs).bfloat16()
+    met = 0
+    for mantissa in range(128):
+        amax = torch.tensor(1 + mantissa / 128)
+        with te_dist.use_backend("reference"):
+            expected = nvfp4_under(amax.item(), x, hadamard, "cpu")
+        actual = nvfp4_under(amax.item(), x, hadamard, device)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_same_bytes(mine, theirs, f"mantissa {mantissa}")
+        scales = expected[2][:, :16].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+        scaled = x.float().abs() * (1 / (scales * reference.nvfp4_global(amax)[1]))
+        met += bool(torch.isin(scaled, torch.tensor([0.25, 1.25, 2.5, 5.0])).any())
+    assert 0 < met < 128
 
 
 @pytest.mark.cuda

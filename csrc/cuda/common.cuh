@@ -169,23 +169,22 @@ __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float
   return encode_pair<F>(a, b) | (encode_pair<F>(c, d) << 16);
 }
 
-// How bulk data passes L2: evict-first ("streaming") or as anything else. What is read twice has a way of its own
-// (keep_in_l2).
-constexpr bool kStreamLoads = true;
-constexpr bool kStreamStores = true;
-
+// How bulk data passes L2: what is written may go first ("streaming"). What is read may not, or a cast to two planes
+// takes up to a tenth longer: lines of a plane that are written in parts have to wait there for the rest.
 template <typename V>
 __device__ __forceinline__ V load_bulk(const V* from) {
-  return kStreamLoads ? __ldcs(from) : __ldg(from);
+  return __ldg(from);
+}
+
+// But what has been read a short while ago, and will not be again, may go.
+template <typename V>
+__device__ __forceinline__ V load_last(const V* from) {
+  return __ldcs(from);
 }
 
 template <typename V>
 __device__ __forceinline__ void store_bulk(V* to, V value) {
-  if (kStreamStores) {
-    __stcs(to, value);
-  } else {
-    *to = value;
-  }
+  __stcs(to, value);
 }
 
 // What is loaded by way of this stays in L2 as long as there is anything else to drop.

@@ -18,11 +18,21 @@ struct NvWhole {
 };
 
 // ---------------------------------------------------------------------------------------------- codes
-// E2M1's code of a magnitude a is the least of 2a, a + 2 and a/2 + 4, rounded to an integer, and E4M3's smallest
-// numbers are the integers times 2^-9: its conversion rounds two of them at a time. But the sums are rounded before,
-// and must not become ties, or stop to be, next to a = 2.5, 3.5 and 5. So the second line is a little less steep, and
-// goes through 3 as it did, and the third one a little more, and lower: there, roundings stay on their side. This is
-// encode_e2m1 for each float up to 6.95 (tests/test_whole_tiles.py).
+// In one of two ways, the faster one where it can be taken.
+//
+// By halves: the bits of a fp16 number, up to the first one behind the point, are E2M1's code, if fp16's smallest
+// normal number, 2^-14, stands for 1; below it, both formats count evenly. So a code is (bits + 256) / 512 of bits that
+// were rounded towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go
+// up, and those at 0.25, 1.25, 2.5 and 5 should not.
+struct CodeHalves {
+  static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
+};
+
+// By lines: E2M1's code of a magnitude a is the least of 2a, a + 2 and a/2 + 4, rounded to an integer, and E4M3's
+// smallest numbers are the integers times 2^-9: its conversion rounds two of them at a time. But the sums are rounded
+// before, and must not become ties, or stop to be, next to a = 2.5, 3.5 and 5. So the second line is a little less
+// steep, and goes through 3 as it did, and the third one a little more, and lower: there, roundings stay on their side.
+// This is encode_e2m1 for each float up to 6.95 (tests/test_whole_tiles.py).
 struct CodeLines {
   static constexpr float kUnit = 1.0f / 512.0f;
   static constexpr float kFirst = 2.0f * kUnit;  // times a is the first line
@@ -38,8 +48,36 @@ struct CodeLines {
   }
 };
 
-// Eight bf16 values; factor: times kFirst, and none of them scales past 6.9.
+// Two floats to fp16, towards zero.
+__device__ __forceinline__ uint32_t cut_to_halves(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t pair;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return static_cast<uint32_t>(low + high);  // never called
+#endif
+}
+
+__device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_t clear) {
+  return (set & where) | (clear & ~where);
+}
+
+// Eight bf16 values. factor: times CodeHalves::kFirst; none of them scales past 6.9, or to a tie that goes down.
+__device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
+  const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
+  const auto two = [&](int i) { return cut_to_halves(at(i), at(i + 2)); };
+  // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
+  const uint32_t even = __byte_perm(two(0), two(4), 0x7531);
+  const uint32_t odd = __byte_perm(two(1), two(5), 0x7531);
+  const uint32_t lower = select(0x07070707u, (even + 0x01010101u) >> 1, even >> 4);
+  const uint32_t upper = select(0x70707070u, odd * 8u + 0x08080808u, odd);
+  return select(0x0F0F0F0Fu, lower, upper);
+}
+
+// Eight bf16 values. factor: as above, perhaps below zero; ties may be met.
 __device__ __forceinline__ uint32_t pack_by_lines(const uint32_t* word, float factor) {
+  factor = fabsf(factor) * (CodeLines::kFirst / CodeHalves::kFirst);
   const auto at = [&](int i) { return CodeLines::least(magnitude_of<bf16_t>(word, i) * factor); };
   const uint32_t even = encode_four<E4M3>(at(0), at(2), at(4), at(6));
   const uint32_t odd = encode_four<E4M3>(at(1), at(3), at(5), at(7));
@@ -47,8 +85,18 @@ __device__ __forceinline__ uint32_t pack_by_lines(const uint32_t* word, float fa
 }
 
 // ---------------------------------------------------------------------------------------------- scales
+// Whether a bf16 value times `factor` can be a tie that goes down. decode: about 1 / factor. Powers of two do not
+// matter, so that there are two ties, and next to each of them, divided by the factor, one value.
+__device__ __forceinline__ bool meets_tie(float decode, float factor) {
+  const auto meets = [&](float tie) {
+    return float_of((bits_of(tie * decode) + 0x8000u) & 0xFFFF0000u) * factor == tie;
+  };
+  return meets(1.0f) || meets(1.25f);
+}
+
 // What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
-// times CodeLines::kFirst; NaN where powers of two do not commute with roundings.
+// times CodeHalves::kFirst. It is below zero where the values can meet ties that go down, and NaN where powers of two
+// do not commute with roundings.
 struct PlaneScales {
   Nvfp4Global global;
   float encode;  // turns a magnitude into a scale
@@ -59,10 +107,11 @@ struct PlaneScales {
     const float part = quarter ? 0.25f : 1.0f;
     const bool far = !(global.encode_sixth > 0x1p-90f && global.encode_sixth < 0x1p+90f);
     if (threadIdx.x == 0) encode = global.encode_sixth * part;
+    const float decode = decode_scale(threadIdx.x) * global.decode;
+    const float exact = reciprocal(decode);
+    const float of_code = (meets_tie(decode, exact) ? -exact : exact) * (part * CodeHalves::kFirst);
     // The factor of zeros keeps all others of that code from being easy, however small.
-    const float x = decode_scale(threadIdx.x) * global.decode;
-    const float of_code = threadIdx.x == 0 ? kFloatMax : reciprocal(x) * (part * CodeLines::kFirst);
-    factor[threadIdx.x] = far ? float_of(0x7FFFFFFFu) : of_code;
+    factor[threadIdx.x] = far ? float_of(0x7FFFFFFFu) : threadIdx.x == 0 ? kFloatMax : of_code;
   }
 };
 static_assert(NvConfig::kThreads == 128, "a code a thread");
@@ -70,12 +119,17 @@ static_assert(NvConfig::kThreads == 128, "a code a thread");
 struct EasyScale {
   uint32_t code;
   float factor;
-  bool easy;  // pack_by_lines takes the factor
+  uint32_t largest;  // the bits of what the factor makes of amax
 
   __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
       : code(encode_fp8<E4M3>(amax * scales.encode)),
         factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
-        easy(amax * factor < 6.9f * CodeLines::kFirst) {}
+        largest(bits_of(amax * factor)) {}
+
+  // As integers, NaN and all that is below zero are past the limit.
+  static constexpr float kLimit = 6.9f * CodeHalves::kFirst;
+  __device__ __forceinline__ bool for_halves() const { return largest < bits_of(kLimit); }
+  __device__ __forceinline__ bool for_lines() const { return (largest & kAbsMask) < bits_of(kLimit); }
 };
 
 // ---------------------------------------------------------------------------------------------- row plane
@@ -124,7 +178,10 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Plan
       to += pitch;
     }
   };
-  if (__all_sync(kFullWarp, mine[0].easy && mine[1].easy)) {
+  if (__all_sync(kFullWarp, mine[0].for_halves() && mine[1].for_halves())) {
+    return write({mine[0].factor, mine[1].factor}, pack_by_halves);
+  }
+  if (__all_sync(kFullWarp, mine[0].for_lines() && mine[1].for_lines())) {
     return write({mine[0].factor, mine[1].factor}, pack_by_lines);
   }
   write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
@@ -156,8 +213,15 @@ __device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], con
   return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale.code};
 }
 
-__device__ __forceinline__ ColumnCodes pack_easy_column(const uint32_t (&pair)[8], const EasyScale& scale) {
-  return ColumnCodes{make_uint2(pack_by_lines(pair, scale.factor), pack_by_lines(pair + 4, scale.factor)), scale.code};
+// Whether it could be done.
+__device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const PlaneScales& from, ColumnCodes& to) {
+  const EasyScale scale(float_of(max_of_column(pair)), from);
+  const auto pack = [&](const auto& eight) {
+    to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
+    return true;
+  };
+  if (__all_sync(kFullWarp, scale.for_halves())) return pack(pack_by_halves);
+  return __all_sync(kFullWarp, scale.for_lines()) && pack(pack_by_lines);
 }
 
 // Column e of two that lie in words.
@@ -165,8 +229,8 @@ __device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kB
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
-  const EasyScale scale(float_of(max_of_column(pair)), from);
-  return __all_sync(kFullWarp, scale.easy) ? pack_easy_column(pair, scale) : pack_hard_column(pair, from.global);
+  ColumnCodes made;
+  return pack_easy_column(pair, from, made) ? made : pack_hard_column(pair, from.global);
 }
 
 // The same, transformed. The transform ends with a product with 1/4, which commutes with the rounding to bf16 unless
@@ -181,8 +245,8 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k], v[2 * k + 1]);
-  const EasyScale scale(float_of(max_of_column(pair)), from);
-  if (__all_sync(kFullWarp, scale.easy)) return pack_easy_column(pair, scale);
+  ColumnCodes made;
+  if (pack_easy_column(pair, from, made)) return made;
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
   return pack_hard_column(pair, from.global);

@@ -95,10 +95,15 @@ __device__ __forceinline__ void* work_area(float* memory) {
 }
 
 // ---------------------------------------------------------------------------------------------- patches
-// The patch at (row, col) of an operand; what lies outside of the matrix is zero.
+// The patch at (row, col) of an operand; what lies outside of the matrix is zero. last: statistics have read it.
 __device__ __forceinline__ void load_operand(const Made& x, const bf16_t* data, int64_t stride, int64_t row,
-                                             int64_t col, bool inside, Patch<bf16_t>& patch) {
+                                             int64_t col, bool inside, bool last, Patch<bf16_t>& patch) {
   const bf16_t* from = data + row * stride + col;
+  if (inside && last) {
+#pragma unroll
+    for (int i = 0; i < TileConfig::kPatch; ++i) load_words<bf16_t, true>(from + i * stride, patch.word[i]);
+    return;
+  }
   if (inside) {
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) load_words(from + i * stride, patch.word[i]);
@@ -360,7 +365,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     const int row = tile.row + patch_row;
     const int col = tile.col + patch_col;
     Patch<bf16_t> patch;
-    load_operand(x, x.data, x.stride, row, col, inside, patch);
+    load_operand(x, x.data, x.stride, row, col, inside, x.order.ordered, patch);
     if (x.kind == Produce::kNorm) {
       const NormVectors vectors(x, col);
       RowStats stats = peek_stats(x, row, inside);
@@ -400,7 +405,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
         fetch_patch(x.grad + row * x.grad_stride + col, x.grad_stride, mine);
       }
       if constexpr (kWay == Way::kPaired) fetch_patch(second, x.stride, mine + PatchConfig::kSlot);
-      load_operand(x, x.data, x.stride, row, col, true, patch);
+      load_operand(x, x.data, x.stride, row, col, true, false, patch);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
       if constexpr (kWay == Way::kActivation) make_activation(table, patch);
       if constexpr (kWay == Way::kGated) {

@@ -134,12 +134,12 @@ struct Patch {
   }
 };
 
-template <typename T>
+template <typename T, bool kLast = false>
 __device__ __forceinline__ void load_words(const T* from, uint32_t (&to)[Patch<T>::kWords]) {
   const auto* vectors = reinterpret_cast<const uint4*>(from);
 #pragma unroll
   for (int v = 0; v < Patch<T>::kWords / 4; ++v) {
-    const uint4 loaded = load_bulk(vectors + v);
+    const uint4 loaded = kLast ? load_last(vectors + v) : load_bulk(vectors + v);
     to[4 * v] = loaded.x;
     to[4 * v + 1] = loaded.y;
     to[4 * v + 2] = loaded.z;
