@@ -26,6 +26,7 @@ struct NvWhole {
 // up, and those at 0.25, 1.25, 2.5 and 5 should not.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
+  static constexpr float kLimit = 6.9f * kFirst;
 };
 
 // By lines: E2M1's code of a magnitude a is the least of 2a, a + 2 and a/2 + 4, rounded to an integer, and E4M3's
@@ -47,6 +48,8 @@ struct CodeLines {
                                  bits_of(__fmaf_rn(scaled, kThird, kThirdStart))));
   }
 };
+
+constexpr float kLinesOverHalves = CodeLines::kFirst / CodeHalves::kFirst;
 
 // Two floats to fp16, towards zero.
 __device__ __forceinline__ uint32_t cut_to_halves(float low, float high) {
@@ -77,7 +80,7 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
 
 // Eight bf16 values. factor: as above, perhaps below zero; ties may be met.
 __device__ __forceinline__ uint32_t pack_by_lines(const uint32_t* word, float factor) {
-  factor = fabsf(factor) * (CodeLines::kFirst / CodeHalves::kFirst);
+  factor = fabsf(factor) * kLinesOverHalves;
   const auto at = [&](int i) { return CodeLines::least(magnitude_of<bf16_t>(word, i) * factor); };
   const uint32_t even = encode_four<E4M3>(at(0), at(2), at(4), at(6));
   const uint32_t odd = encode_four<E4M3>(at(1), at(3), at(5), at(7));
@@ -110,8 +113,11 @@ struct PlaneScales {
     const float decode = decode_scale(threadIdx.x) * global.decode;
     const float exact = reciprocal(decode);
     const float of_code = (meets_tie(decode, exact) ? -exact : exact) * (part * CodeHalves::kFirst);
-    // The factor of zeros keeps all others of that code from being easy, however small.
-    factor[threadIdx.x] = far ? float_of(0x7FFFFFFFu) : threadIdx.x == 0 ? kFloatMax : of_code;
+    // The factor of zeros keeps all others of that code from being easy, however small; both ways it is finite.
+    constexpr float kOfZeros = kFloatMax / kLinesOverHalves;
+    static_assert(kOfZeros * kLinesOverHalves == kFloatMax, "no zero times infinity");
+    static_assert(kOfZeros * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
+    factor[threadIdx.x] = far ? float_of(0x7FFFFFFFu) : threadIdx.x == 0 ? kOfZeros : of_code;
   }
 };
 static_assert(NvConfig::kThreads == 128, "a code a thread");
@@ -127,9 +133,8 @@ struct EasyScale {
         largest(bits_of(amax * factor)) {}
 
   // As integers, NaN and all that is below zero are past the limit.
-  static constexpr float kLimit = 6.9f * CodeHalves::kFirst;
-  __device__ __forceinline__ bool for_halves() const { return largest < bits_of(kLimit); }
-  __device__ __forceinline__ bool for_lines() const { return (largest & kAbsMask) < bits_of(kLimit); }
+  __device__ __forceinline__ bool for_halves() const { return largest < bits_of(CodeHalves::kLimit); }
+  __device__ __forceinline__ bool for_lines() const { return (largest & kAbsMask) < bits_of(CodeHalves::kLimit); }
 };
 
 // ---------------------------------------------------------------------------------------------- row plane
