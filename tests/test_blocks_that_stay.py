@@ -115,14 +115,13 @@ def test_norms_of_many_rows(build: str, shape: tuple[int, int]) -> None:
             check(BUILDS[build], x, name, planes, False)
 
 
-# Rows of one kind of kernel each; then those that fill it.
+# A few tiles of each kind of kernel; then more of them, and rows that fill it.
+FEW_TILES = ((300, 264), (260, 2056), (260, 4104), (140, 8200))
+MANY_TILES = ((900, 264), (900, 2048), (700, 2056), (700, 4096), (650, 4104), (530, 8192), (300, 8200))
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        *((900, 264), (700, 2056), (650, 4104), (300, 8200)),
-        *(pytest.param(shape, marks=pytest.mark.large) for shape in ((900, 2048), (700, 4096), (530, 8192))),
-    ],
-    ids=str,
+    "shape", [*FEW_TILES, *(pytest.param(shape, marks=pytest.mark.large) for shape in MANY_TILES)], ids=str
 )
 @pytest.mark.parametrize("build", ["rms", "layer"])
 def test_norm_gradients(build: str, shape: tuple[int, int]) -> None:
