@@ -1,6 +1,7 @@
 """compute-sanitizer over the kernel tests, on a machine with a GPU: make sanitize.
 
-    python tests/sanitize.py [memcheck racecheck ...] [--files NAME ...] [--only EXPRESSION] [--jobs N] [--seconds N]
+    python tests/sanitize.py [memcheck racecheck ...] [--files NAME ...] [--only EXPRESSION] [--jobs N]
+                              [--seconds N] [--backwards]
 
 Runs the tests in as many processes as there are cores, each with a share of them. memcheck runs without torch's caching
 allocator, which would let a kernel write into its neighbour unseen; tests of CUDA graphs need the allocator, and run

@@ -53,13 +53,9 @@ constexpr float kLinesOverHalves = CodeLines::kFirst / CodeHalves::kFirst;
 
 // Two floats to fp16, towards zero.
 __device__ __forceinline__ uint32_t cut_to_halves(float low, float high) {
-#if defined(__CUDA_ARCH__)
   uint32_t pair;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
-#else
-  return static_cast<uint32_t>(low + high);  // never called
-#endif
 }
 
 __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_t clear) {
