@@ -16,7 +16,8 @@ test: lint typecheck blackwell unit
 
 unit: $(VENV)/.installed
 	# One thread each: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	# One for the compiler, too: else each process that compiles starts another, which imports torch.
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # What is installed was compiled for this machine's GPU or for Hopper; this only compiles, where there is a compiler.
 blackwell: $(VENV)/.installed

@@ -16,6 +16,7 @@ from te_dist.groups import GroupLike, resolve_group
 from te_dist.parallel import wire
 from te_dist.quantizers import Quantizer
 from te_dist.tensors import Float8TensorStorage, QuantizedStorage, QuantizedTensor
+from te_dist.torch_compat import constant_in_graphs
 from te_dist.transport import Done, Pending
 
 Operand = Tensor | QuantizedStorage
@@ -205,7 +206,7 @@ def _no_async(name: str, async_op: bool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- compiled
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _ranks_of(name: str) -> int:
     return int(resolve_group(name, "group").size())
 

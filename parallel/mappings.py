@@ -20,9 +20,10 @@ from te_dist import groups
 from te_dist.groups import GroupLike
 from te_dist.parallel import ops as ops
 from te_dist.parallel.collectives import _ranks_of
+from te_dist.torch_compat import constant_in_graphs
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _rank_in(name: str) -> int:
     return int(groups.resolve_group(name, "group").rank())
 

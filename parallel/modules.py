@@ -25,6 +25,7 @@ from te_dist.modules.linear import linear_spec
 from te_dist.parallel.comm import COLUMN, ROW, TensorParallel
 from te_dist.parallel.shared import TakesGathered
 from te_dist.recipe import NoRecipe
+from te_dist.torch_compat import constant_in_graphs
 
 parameters.spread_types = (DTensor,)
 
@@ -186,7 +187,7 @@ class ParallelLayer(TakesGathered):
             self._announce(type(error) is TypeError, error.args[0])
             raise
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _announce(self, is_type_error: bool, text: str) -> None:
         """Tell the other ranks, which wait for this one, what it will raise. In a compiled graph: while tracing."""
         if self._is_parallel:

@@ -38,10 +38,10 @@ from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe
 from te_dist.tensors import QuantizedStorage, QuantizedTensor
 from te_dist.tensors.quantized_tensor import wrap
-from te_dist.torch_compat import in_backward
+from te_dist.torch_compat import constant_in_graphs, in_backward
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _gather_constants(
     spec: LayerSpec, recipe: Recipe | None, input_grad: bool, weight_grad: bool
 ) -> tuple[CallFlags, Recipe, Quantizer | None, int]:

@@ -7,9 +7,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # ------------------------------------------------------------------------------------------------- opaque values
 # torch 2.11 - 2.14: OpaqueBase + register_opaque_type(typ="value");
@@ -264,6 +266,13 @@ def traces_checkpoint() -> bool:
     except (ImportError, AttributeError):
         return True
     return False
+
+
+def constant_in_graphs(function: _F) -> _F:
+    """torch.compiler.assume_constant_result, without its import of torch._dynamo: that takes longer than all else that
+    ``import te_dist`` does, and only who compiles needs it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def allow_graphs(count: int) -> None:

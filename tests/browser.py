@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from patience import HUNG
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -41,7 +43,7 @@ def look_at(page: Path, folder: Path) -> dict[str, Any]:
              f"--user-data-dir={folder / 'profile'}", "--window-size=1200,2000",
              "--virtual-time-budget=3000"]  # fmt: skip
     done = subprocess.run(
-        [CHROMIUM, *flags, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120
+        [CHROMIUM, *flags, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=HUNG
     )
     assert done.returncode == 0, done.stderr
     found = re.search(r'data-probe="([^"]+)"', done.stdout)

@@ -6,34 +6,64 @@ After either the pool is closed, because a process group is not usable after a f
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import os
 import queue
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from patience import HUNG
+
+
+def processes() -> Any:
+    """Makes processes that start in no time (see warm.py). On a GPU machine they start from nothing: a process that has
+    asked for a GPU cannot be forked."""
+    if torch.cuda.is_available() or sys.platform != "linux":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    with _importable(Path(__file__).parent):
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Pythons started inside find what is in the folder. (A fork server does not know this one's sys.path.)"""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     # A file of its own for the stack that the parent asks for when this rank hangs, and that a fatal signal leaves.
     stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable(file=stacks, all_threads=False)
+    faulthandler.enable(file=stacks)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=HUNG / 2),  # says more than the parent can, and so before it
     )
     while (job := inbox.get()) is not None:
         number, fn, args = job
@@ -51,7 +81,7 @@ class RankPool:
     """`world` gloo processes; ``run(fn, *args)`` calls ``fn(rank, world, *args)`` on each and returns the results."""
 
     def __init__(self, world: int, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = processes()
         self.world, self.folder, self.number = world, folder, 0
         self.outbox = context.Queue()
         self.inboxes = [context.Queue() for _ in range(world)]
@@ -62,7 +92,7 @@ class RankPool:
         for process in self.processes:
             process.start()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = HUNG) -> list[Any]:
         self.number += 1
         for inbox in self.inboxes:
             inbox.put((self.number, fn, args))
@@ -72,20 +102,24 @@ class RankPool:
             try:
                 number, rank, error, value = self.outbox.get(timeout=0.2)
             except queue.Empty:
-                dead = [r for r, p in enumerate(self.processes) if not p.is_alive()]
-                if dead:
-                    codes = {rank: self.processes[rank].exitcode for rank in dead}
-                    self._fail(f"rank(s) died, exit codes {codes}\n{self._left_stacks()}")
+                if self._dead():
+                    self._fail(f"rank(s) died, exit codes {self._dead()}\n{self._left_stacks()}")
                 if time.monotonic() > deadline:
                     self._fail(f"no answer from rank(s) {self._missing(results)} in {timeout} s\n{self._stacks()}")
                 continue
             if number != self.number:
                 continue
             if error:
+                time.sleep(0.5)
+                if self._dead():  # what this one raised may be no more than that
+                    error += f"\nrank(s) died, exit codes {self._dead()}\n{self._left_stacks()}"
                 others = f"\nmeanwhile:\n{self._stacks()}" if "imeout" in error or "imed out" in error else ""
                 self._fail(f"[rank {rank}] {error}{others}")
             results[rank] = value
         return [results[rank] for rank in range(self.world)]
+
+    def _dead(self) -> dict[int, int | None]:
+        return {rank: process.exitcode for rank, process in enumerate(self.processes) if not process.is_alive()}
 
     def _missing(self, results: dict[int, Any]) -> list[int]:
         return [rank for rank in range(self.world) if rank not in results]
@@ -118,15 +152,15 @@ class RankPool:
 def what_was_said(serve: Callable[..., None], folder: Path, *args: Any) -> tuple[str, float]:
     """Run ``serve(rank, folder, *args)`` in two processes that may end as they like, and must end. What one of them
     wrote to folder/said: how many seconds passed until it said what."""
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=serve, args=(rank, str(folder), *args), daemon=True) for rank in range(2)]
-    for process in processes:
+    context = processes()
+    started = [context.Process(target=serve, args=(rank, str(folder), *args), daemon=True) for rank in range(2)]
+    for process in started:
         process.start()
-    for process in processes:
-        process.join(120)
+    for process in started:
+        process.join(HUNG)
         alive = process.is_alive()
         process.kill()
         process.join()
-        assert not alive, "a process has not ended in two minutes"
+        assert not alive, f"a process has not ended in {HUNG} s"
     seconds, _, said = (folder / "said").read_text().partition(" ")
     return said, float(seconds)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HUNG
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -271,7 +272,7 @@ def _fsdp2(rank: int, world: int, folder: Path, recipe: str) -> dict[str, Any]:
 def test_fsdp2_on_two_ranks_saves_and_resumes_bit_for_bit(
     recipe: str, two_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    answers = two_ranks(_fsdp2, tmp_path, recipe, timeout=120)
+    answers = two_ranks(_fsdp2, tmp_path, recipe)
     for answer in answers:
         assert answer["mapped"] and answer["quantized"] == answer["all"] == 14
         assert answer["resumed"] == answer["expected"] and len(set(answer["expected"])) == 3
@@ -299,7 +300,7 @@ def _fsdp2_and_tp(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_fsdp2_and_tensor_parallelism_on_four_ranks(rank_pools: Callable[[int], Any]) -> None:
-    answers = rank_pools(4).run(_fsdp2_and_tp, timeout=120)
+    answers = rank_pools(4).run(_fsdp2_and_tp)
     for answer in answers:
         assert answer["mapped"] and len(answer["axes"]) == 2 and "tp" in answer["axes"]
         assert answer["losses"][-1] < answer["losses"][0] - 0.3
@@ -318,7 +319,7 @@ def test_accelerate_launch_with_the_example(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "single_gpu.yaml"),
          "--cpu", str(EXAMPLES / "train_accelerate.py"), "--hidden", "64", "--layers", "1", "--steps", "3"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=180, env=os.environ | {"TE_DIST_RECIPE": "nvfp4"},
+        capture_output=True, text=True, cwd=tmp_path, timeout=HUNG, env=os.environ | {"TE_DIST_RECIPE": "nvfp4"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "te_dist: 7 of 8 linear layers quantized" in done.stdout and "NVFP4BlockScaling" in done.stdout

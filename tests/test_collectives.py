@@ -62,7 +62,7 @@ def gathers_like_one_process(rank: int, world: int, device: str, per_rank: list[
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathered_equals_quantized_whole(rank_pools: Pools, device: str, world: int) -> None:
-    rank_pools(world).run(gathers_like_one_process, device, [128, 160, 20] if world == 2 else [128], timeout=200)
+    rank_pools(world).run(gathers_like_one_process, device, [128, 160, 20] if world == 2 else [128])
 
 
 def quantizes_and_gathers(rank: int, world: int, device: str) -> None:
@@ -85,7 +85,7 @@ def quantizes_and_gathers(rank: int, world: int, device: str) -> None:
 
 
 def test_quantize_and_gather(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(quantizes_and_gathers, device, timeout=200)
+    rank_pools(2).run(quantizes_and_gathers, device)
 
 
 def straddling_blocks(rank: int, world: int) -> list[str]:
@@ -106,7 +106,7 @@ def straddling_blocks(rank: int, world: int) -> list[str]:
 
 
 def test_straddling_blocks_raise_on_all_ranks(rank_pools: Pools) -> None:
-    first, second = rank_pools(2).run(straddling_blocks, timeout=200)
+    first, second = rank_pools(2).run(straddling_blocks)
     assert first == second
     assert "32" in first[0] and "got 24" in first[0] and "128" in first[2] and "16" in first[4]
 
@@ -138,7 +138,7 @@ def reduces(rank: int, world: int, device: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_reductions(rank_pools: Pools, device: str, world: int) -> None:
-    rank_pools(world).run(reduces, device, timeout=200)
+    rank_pools(world).run(reduces, device)
 
 
 def reduces_amaxes(rank: int, world: int, device: str) -> None:
@@ -159,7 +159,7 @@ def reduces_amaxes(rank: int, world: int, device: str) -> None:
 
 
 def test_amax_reductions(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(reduces_amaxes, device, timeout=200)
+    rank_pools(2).run(reduces_amaxes, device)
 
 
 WIRE = {  # bytes of a shard [64, 256] on the wire: row plane, column plane
@@ -188,7 +188,7 @@ def counts_bytes(rank: int, world: int, device: str) -> None:
 
 
 def test_bytes_on_the_wire(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(counts_bytes, device, timeout=200)
+    rank_pools(2).run(counts_bytes, device)
 
 
 def compiles(rank: int, world: int, device: str) -> None:
@@ -212,7 +212,7 @@ def compiles(rank: int, world: int, device: str) -> None:
 
 
 def test_collectives_compile(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(compiles, device, timeout=200)
+    rank_pools(2).run(compiles, device)
 
 
 def empty_shards(rank: int, world: int, device: str) -> None:
@@ -224,7 +224,7 @@ def empty_shards(rank: int, world: int, device: str) -> None:
 
 
 def test_nothing_to_gather(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(empty_shards, device, timeout=200)
+    rank_pools(2).run(empty_shards, device)
 
 
 def test_report_is_a_table_and_nests() -> None:

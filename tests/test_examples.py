@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HUNG
 
 from te_dist.launch.options import read_config_file
 
@@ -20,7 +21,7 @@ def test_the_plain_script_is_short_and_trains_on_four_ranks() -> None:
     assert len(lines) <= 40
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
-        capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HUNG, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_cases import MAIN, RECIPES, assert_same, batches, build, full, full_state, make, mesh_of, train
-from ranks import RankPool
+from patience import HUNG
+from ranks import RankPool, processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -140,10 +141,10 @@ def load_elsewhere(rank: int, world: int, device: str, folder: str, shape: tuple
 
 def test_save_at_four_load_anywhere(rank_pools: Pools, device: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    rank_pools(4).run(save_at_four, device, folder, timeout=240)
-    rank_pools(4).run(resume_at_four, device, folder, timeout=240)
-    rank_pools(4).run(load_elsewhere, device, folder, (2, 2), timeout=240)
-    rank_pools(2).run(load_elsewhere, device, folder, (2,), timeout=240)
+    rank_pools(4).run(save_at_four, device, folder)
+    rank_pools(4).run(resume_at_four, device, folder)
+    rank_pools(4).run(load_elsewhere, device, folder, (2, 2))
+    rank_pools(2).run(load_elsewhere, device, folder, (2,))
     for recipe in MAIN:  # one process, and a model that was never sharded
         saved = torch.load(f"{folder}/{recipe}.pt", weights_only=True)["saved"]
         model = net(recipe, device, seed=9)
@@ -195,7 +196,7 @@ def interrupted(rank: int, world: int, folder: str) -> None:
 
 
 def test_interrupted_save(rank_pools: Pools, tmp_path: Path) -> None:
-    rank_pools(2).run(interrupted, str(tmp_path), timeout=240)
+    rank_pools(2).run(interrupted, str(tmp_path))
 
 
 def check_replaced(folder: Path) -> None:
@@ -221,7 +222,7 @@ def write_until_killed(rank: int, world: int, folder: str, asynchronous: bool) -
     from torch.distributed.checkpoint import filesystem
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=HUNG)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
     model = build("mxfp8", "cpu", mesh_of("cpu", world))
     optimizer = adamw(model)
@@ -238,7 +239,7 @@ def write_until_killed(rank: int, world: int, folder: str, asynchronous: bool) -
         written.append(real(*args, **kwargs))
         if len(written) == 4:
             Path(f"{folder}/in_the_middle").touch()
-            time.sleep(600)
+            time.sleep(9999)
         return written[-1]
 
     if rank == world - 1:
@@ -248,7 +249,7 @@ def write_until_killed(rank: int, world: int, folder: str, asynchronous: bool) -
 
 def test_a_rank_killed_while_it_writes(tmp_path: Path) -> None:
     """kill -9 of a process that has written a part of its file: the other rank fails, and step 1 loads."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = processes()
     runs: dict[Path, list[Any]] = {}
     for asynchronous in (False, True):  # side by side
         folder = tmp_path / f"{asynchronous}"
@@ -259,16 +260,16 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path) -> None:
         ]
         for process in runs[folder]:
             process.start()
-    for folder, processes in runs.items():
-        deadline = time.monotonic() + 120
+    for folder, started in runs.items():
+        deadline = time.monotonic() + HUNG
         while not (folder / "in_the_middle").exists():
-            assert all(p.is_alive() for p in processes) and time.monotonic() < deadline
+            assert all(p.is_alive() for p in started) and time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(processes[1].pid, signal.SIGKILL)
-        for process in processes:
-            process.join(60)
-        assert processes[1].exitcode == -signal.SIGKILL
-        assert processes[0].exitcode == 1, "the other rank does not wait for it"
+        os.kill(started[1].pid, signal.SIGKILL)
+        for process in started:
+            process.join(HUNG / 2)
+        assert started[1].exitcode == -signal.SIGKILL
+        assert started[0].exitcode == 1, "the other rank does not wait for it"
         run = folder / "run"
         left = os.listdir(run / "step_2.partial")
         assert any(name.endswith(".distcp") for name in left) and ".metadata" not in left
@@ -318,7 +319,7 @@ def state_dicts(rank: int, world: int, device: str, folder: str) -> None:
 
 
 def test_state_dicts(rank_pools: Pools, device: str, tmp_path: Path) -> None:
-    rank_pools(2).run(state_dicts, device, str(tmp_path), timeout=240)
+    rank_pools(2).run(state_dicts, device, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------- meta device
@@ -353,7 +354,7 @@ def from_meta(rank: int, world: int, device: str) -> None:
 
 
 def test_meta_device(rank_pools: Pools, device: str) -> None:
-    rank_pools(4).run(from_meta, device, timeout=240)
+    rank_pools(4).run(from_meta, device)
 
 
 # ------------------------------------------------------------------------------------------------- the example
@@ -377,4 +378,4 @@ def example(rank: int, world: int, device: str, folder: str) -> None:
 
 
 def test_example(rank_pools: Pools, device: str, tmp_path: Path) -> None:
-    rank_pools(4).run(example, device, str(tmp_path), timeout=240)
+    rank_pools(4).run(example, device, str(tmp_path))

@@ -93,7 +93,7 @@ def check_errors(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_errors_before_any_communication(rank_pools: Pools, world: int) -> None:
-    rank_pools(world).run(check_errors, timeout=240)
+    rank_pools(world).run(check_errors)
 
 
 def check_auto(rank: int, world: int, device: str) -> None:
@@ -177,11 +177,11 @@ def check_tied_in_part(rank: int, world: int, device: str) -> None:
 
 
 def test_tied_in_part(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_tied_in_part, device, timeout=60)
+    rank_pools(2).run(check_tied_in_part, device)
 
 
 def test_auto_falls_back_and_says_why(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_auto, device, timeout=240)
+    rank_pools(2).run(check_auto, device)
 
 
 def check_layer_called_alone(rank: int, world: int) -> None:
@@ -203,7 +203,7 @@ def check_layer_called_alone(rank: int, world: int) -> None:
 
 
 def test_missing_memory_is_an_error(rank_pools: Pools) -> None:
-    rank_pools(2).run(check_layer_called_alone, timeout=240)
+    rank_pools(2).run(check_layer_called_alone)
 
 
 def test_convert_still_works_on_plain_models() -> None:

@@ -66,7 +66,7 @@ def test_unsharded_weight_equals_single_process(
     rank_pools: Pools, device: str, world: int, shape: tuple[int, ...]
 ) -> None:
     """FSDP, HSDP, and meshes with a side of one rank; even, uneven, empty and unaligned shards."""
-    rank_pools(world).run(check_bytes, device, shape, timeout=240)
+    rank_pools(world).run(check_bytes, device, shape)
 
 
 def check_bytes_2d(rank: int, world: int, device: str) -> None:
@@ -102,7 +102,7 @@ def check_bytes_2d(rank: int, world: int, device: str) -> None:
 
 
 def test_unsharded_weight_beside_tensor_parallelism(rank_pools: Pools, device: str) -> None:
-    rank_pools(4).run(check_bytes_2d, device, timeout=240)
+    rank_pools(4).run(check_bytes_2d, device)
 
 
 def check_world_of_one(rank: int, world: int, device: str) -> None:
@@ -120,7 +120,7 @@ def check_world_of_one(rank: int, world: int, device: str) -> None:
 
 def test_one_rank(rank_pools: Pools, device: str) -> None:
     """Nothing goes over a wire; FSDP2 takes another way there."""
-    rank_pools(2).run(check_world_of_one, device, timeout=240)
+    rank_pools(2).run(check_world_of_one, device)
 
 
 # ------------------------------------------------------------------------------------------------- the wire
@@ -184,7 +184,7 @@ def check_wire(rank: int, world: int, device: str) -> None:
 
 
 def test_quantized_bytes_on_the_wire(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_wire, device, timeout=240)
+    rank_pools(2).run(check_wire, device)
 
 
 def check_one_reduction(rank: int, world: int, device: str) -> None:
@@ -203,7 +203,7 @@ def check_one_reduction(rank: int, world: int, device: str) -> None:
 
 
 def test_one_amax_reduction_a_forward(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_one_reduction, device, timeout=240)
+    rank_pools(2).run(check_one_reduction, device)
 
 
 # ------------------------------------------------------------------------------------------------- the layer's side
@@ -239,7 +239,7 @@ def check_no_requantization(rank: int, world: int, device: str) -> None:
 
 
 def test_the_gathered_weight_is_the_workspace(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_no_requantization, device, timeout=240)
+    rank_pools(2).run(check_no_requantization, device)
 
 
 def check_planes(rank: int, world: int, device: str) -> None:
@@ -269,7 +269,7 @@ def check_planes(rank: int, world: int, device: str) -> None:
 
 
 def test_only_the_planes_that_a_phase_reads(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_planes, device, timeout=240)
+    rank_pools(2).run(check_planes, device)
 
 
 # ------------------------------------------------------------------------------------------------- freshness
@@ -322,7 +322,7 @@ def check_fresh(rank: int, world: int, device: str) -> None:
 
 
 def test_amaxes_are_never_stale(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_fresh, device, timeout=240)
+    rank_pools(2).run(check_fresh, device)
 
 
 def check_recipe_changes(rank: int, world: int, device: str) -> None:
@@ -353,7 +353,7 @@ def check_recipe_changes(rank: int, world: int, device: str) -> None:
 
 
 def test_recipes_in_scopes(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_recipe_changes, device, timeout=240)
+    rank_pools(2).run(check_recipe_changes, device)
 
 
 # ------------------------------------------------------------------------------------------------- attaching later
@@ -386,7 +386,7 @@ def check_attach(rank: int, world: int, device: str) -> None:
 
 
 def test_enable_on_a_sharded_model(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_attach, device, timeout=240)
+    rank_pools(2).run(check_attach, device)
 
 
 def test_planes_cover_every_built_in_quantizer() -> None:

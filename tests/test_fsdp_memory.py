@@ -47,7 +47,7 @@ def check_growth(rank: int, world: int, device: str) -> None:
 
 
 def test_no_growth_over_fifty_steps(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_growth, device, timeout=240)
+    rank_pools(2).run(check_growth, device)
 
 
 class Big(nn.Module):
@@ -124,7 +124,7 @@ def compare_with_bf16(device: str, mesh: Any) -> None:
 
 def test_increments_by_layer(rank_pools: Pools, device: str) -> None:
     """Every recipe against bf16: the method that found quantized copies which outlive their gather elsewhere."""
-    rank_pools(2).run(check_increments, device, timeout=240)
+    rank_pools(2).run(check_increments, device)
 
 
 def test_unknown_module() -> None:

@@ -74,7 +74,7 @@ def check_operations(rank: int, world: int, device: str) -> None:
 
 
 def test_operations_take_gathered_weights(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_operations, device, timeout=280)
+    rank_pools(2).run(check_operations, device)
 
 
 def check_grouped(rank: int, world: int, device: str) -> None:
@@ -102,7 +102,7 @@ def check_grouped(rank: int, world: int, device: str) -> None:
 
 
 def test_grouped_operation(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(check_grouped, device, timeout=240)
+    rank_pools(2).run(check_grouped, device)
 
 
 def check_tensor_parallel(rank: int, world: int, device: str) -> None:
@@ -130,7 +130,7 @@ def check_tensor_parallel(rank: int, world: int, device: str) -> None:
 
 
 def test_operations_beside_tensor_parallelism(rank_pools: Pools, device: str) -> None:
-    rank_pools(4).run(check_tensor_parallel, device, timeout=240)
+    rank_pools(4).run(check_tensor_parallel, device)
 
 
 def check_mixed_chain(rank: int, world: int) -> None:
@@ -149,4 +149,4 @@ def check_mixed_chain(rank: int, world: int) -> None:
 
 
 def test_mixed_chain(rank_pools: Pools) -> None:
-    rank_pools(2).run(check_mixed_chain, timeout=60)
+    rank_pools(2).run(check_mixed_chain)

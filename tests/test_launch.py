@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, look_at
+from patience import HUNG
 
 from te_dist import kernels
 from te_dist.launch import cli, demo, doctor, formats
@@ -36,7 +37,7 @@ def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HUNG,
         env=os.environ | env,
         cwd="/",
     )
@@ -53,7 +54,7 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "te_dist.launch.doctor"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "te_dist.launch.doctor"], capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 0, done.stderr
     assert "te-dist doctor" in done.stdout
 
@@ -145,7 +146,7 @@ def test_demo_trains_every_recipe_alone_and_four_ranks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = subprocess.run(
         [sys.executable, "-m", "te_dist.launch.demo", "--steps", "12", "--out", str(tmp_path), "--device", "cpu"],
-        capture_output=True, text=True, timeout=280,
+        capture_output=True, text=True, timeout=HUNG,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     folders = list(demo.folders(tmp_path))
@@ -206,7 +207,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_that_are_not_ready_say_one_line_at_ctrl_c(tmp_path: Path) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(9999)\n")
     start = "from te_dist.launch.ranks import run_ranks as r; raise SystemExit(r('slow_to_import', [], 2, 0, 'bye'))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     process = subprocess.Popen(
@@ -216,7 +217,7 @@ def test_ranks_that_are_not_ready_say_one_line_at_ctrl_c(tmp_path: Path) -> None
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["importing\n"] * 2
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=HUNG)
     finally:
         process.kill()
     assert process.returncode == 130 and errors == "bye\n", errors
@@ -241,7 +242,7 @@ def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
                 break
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=90)
+        _, errors = process.communicate(timeout=HUNG)
     finally:
         process.kill()
     assert process.returncode == 130, errors

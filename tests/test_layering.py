@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from patience import HUNG
+
+from te_dist.torch_compat import constant_in_graphs
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"te_dist": "te_dist", "parallel": "te_dist.parallel", "launch": "te_dist.launch"}
@@ -96,3 +102,19 @@ def test_no_import_cycles() -> None:
 
     for module in graph:
         visit(module, ())
+
+
+def test_importing_all_of_it_leaves_the_compiler_alone() -> None:
+    """Which takes longer to import than all else: only who compiles waits for it."""
+    program = "import sys, te_dist.launch.cli, te_dist.ops; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HUNG)
+    assert done.stdout.strip() == "False", done.stdout + done.stderr
+
+
+def test_constants_are_marked_as_torch_marks_them() -> None:
+    def ours() -> None: ...
+
+    def theirs() -> None: ...
+
+    assert constant_in_graphs(ours) is ours
+    assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs)) != {}

@@ -81,7 +81,7 @@ def chains_match(rank: int, world: int, device: str, kind: str, names: list[str]
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_chains_match_one_process(rank_pools: Pools, device: str, kind: str, compiled: bool) -> None:
     names = list(RECIPES) if not compiled else ["current", "mxfp8"]
-    rank_pools(2).run(chains_match, device, kind, names, compiled, timeout=200)
+    rank_pools(2).run(chains_match, device, kind, names, compiled)
 
 
 def chains_match_uneven(rank: int, world: int, device: str, tokens: int) -> None:
@@ -107,7 +107,7 @@ def chains_match_uneven(rank: int, world: int, device: str, tokens: int) -> None
 
 @pytest.mark.parametrize(("world", "tokens"), [(2, 9), (4, 5)])
 def test_chains_with_uneven_and_empty_shards(rank_pools: Pools, device: str, world: int, tokens: int) -> None:
-    rank_pools(world).run(chains_match_uneven, device, tokens, timeout=200)
+    rank_pools(world).run(chains_match_uneven, device, tokens)
 
 
 def quantized_bytes_travel(rank: int, world: int, kind: str) -> None:
@@ -124,4 +124,4 @@ def quantized_bytes_travel(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_quantized_bytes_travel(rank_pools: Pools, kind: str) -> None:
-    rank_pools(2).run(quantized_bytes_travel, kind, timeout=60)
+    rank_pools(2).run(quantized_bytes_travel, kind)

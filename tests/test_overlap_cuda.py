@@ -79,7 +79,7 @@ def races(rank: int, world: int) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_races_under_delays(rank_pools: Pools, world: int) -> None:
-    assert rank_pools(world).run(races, timeout=290) == [0] * world
+    assert rank_pools(world).run(races) == [0] * world
 
 
 def leaks(rank: int, world: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def leaks(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_no_leak(rank_pools: Pools) -> None:
-    for early, late in rank_pools(2).run(leaks, timeout=290):
+    for early, late in rank_pools(2).run(leaks):
         assert late <= early
 
 
@@ -150,7 +150,7 @@ def replays(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_captured_layer_replays(rank_pools: Pools, world: int) -> None:
-    rank_pools(world).run(replays, timeout=290)
+    rank_pools(world).run(replays)
 
 
 # ------------------------------------------------------------------------------------------------- a rank that dies

@@ -20,8 +20,8 @@ from te_dist import transport
 from te_dist.parallel import set_overlap
 
 Pools = Callable[[int], Any]
-TIMEOUT = datetime.timedelta(seconds=15)
-LIMIT = 30  # seconds that any rank may take to end, once another has failed
+TIMEOUT = datetime.timedelta(seconds=240)  # of the groups
+SOON = 120  # seconds in which any rank ends once another has failed: it did not wait for the timeout
 
 
 def layer_of(mode: str) -> tuple[Any, torch.Tensor]:
@@ -71,9 +71,9 @@ def raises(rank: int, world: int, mode: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_a_rank_that_raises_ends_the_others(rank_pools: Pools, mode: str) -> None:
-    (said, seconds), (own, _) = rank_pools(2).run(raises, mode, timeout=100)
+    (said, seconds), (own, _) = rank_pools(2).run(raises, mode)
     assert said.startswith("RankFailed") and "rank 1 raised ArithmeticError" in said and "went wrong" in said, said
-    assert seconds < TIMEOUT.total_seconds(), "before the timeout"
+    assert seconds < SOON
     assert own.startswith("ArithmeticError")
 
 
@@ -89,4 +89,4 @@ def _serve(rank: int, folder: str) -> None:
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
     said, seconds = what_was_said(_serve, tmp_path)
     assert said.startswith("RankFailed") and "rank(s) [1] gave no sign of life" in said, said
-    assert seconds < LIMIT
+    assert seconds < SOON

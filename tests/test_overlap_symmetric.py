@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HUNG
 from torch import Tensor
 
 from te_dist import torch_compat, transport
@@ -70,7 +71,7 @@ class Machine:
     """What torch and the driver do for the ranks of one group."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.meeting = ranks, threading.Barrier(ranks, timeout=20)
+        self.ranks, self.meeting = ranks, threading.Barrier(ranks, timeout=HUNG)
         self.allocations = 0
         self.here = threading.local()
         self.offered: list[Any] = [None] * ranks
@@ -88,7 +89,7 @@ class Machine:
         memories = self.everyone(memory)
         if rank == 0:
             self.allocations += 1
-        barrier = threading.Barrier(self.ranks, timeout=20) if rank == 0 else None
+        barrier = threading.Barrier(self.ranks, timeout=HUNG) if rank == 0 else None
         barriers = self.everyone(barrier)
 
         def get_buffer(owner: int, shape: Any, dtype: torch.dtype, offset: int) -> Tensor:

@@ -26,7 +26,7 @@ def test_training_is_the_same_with_overlap(rank_pools: Callable[[int], RankPool]
     """Of two tensor-parallel ranks: sums of two numbers have one order."""
     options = {**LAYOUT, "recipe": "fp8_block", "steps": 2, "final_checkpoint": False}
     ran = {
-        overlap: rank_pools(4).run(_train, tmp_path / overlap, {**options, "overlap": overlap}, timeout=200)
+        overlap: rank_pools(4).run(_train, tmp_path / overlap, {**options, "overlap": overlap})
         for overlap in ("off", "require")
     }
     assert not any(ran["off"])

@@ -154,7 +154,7 @@ def model_compiles(rank: int, world: int, device: str) -> None:
 
 
 def test_a_whole_model_compiles(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(model_compiles, device, timeout=120)
+    rank_pools(2).run(model_compiles, device)
 
 
 def uneven_compiles(rank: int, world: int, device: str) -> None:
@@ -170,4 +170,4 @@ def uneven_compiles(rank: int, world: int, device: str) -> None:
 
 
 def test_uneven_shards_compile(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(uneven_compiles, device, timeout=200)
+    rank_pools(2).run(uneven_compiles, device)

@@ -21,11 +21,9 @@ import te_dist
 from te_dist.parallel import parallelize
 
 Pools = Callable[[int], Any]
-LIMIT = 30  # seconds that any rank may take to end, once another has failed
-TIMEOUT = datetime.timedelta(seconds=8)  # of the groups
-
-
-PATIENCE = datetime.timedelta(seconds=120)  # of groups whose ranks compile, on a busy machine
+TIMEOUT = datetime.timedelta(seconds=240)  # of the groups
+SOON = 120  # seconds in which any rank ends once another has failed: it did not wait for the timeout
+SHORT_TIMEOUT = datetime.timedelta(seconds=8)  # where the timeout is what ends the wait
 
 
 def layer_of(mesh: Any, device: str, recipe: str = "current") -> Any:
@@ -87,7 +85,7 @@ def sticks(rank: int, mesh: Any, device: str) -> None:
     """A rank that does not come: the group's own timeout ends the wait."""
     layer = layer_of(mesh, device, "mxfp8")
     if rank == 1:
-        time.sleep(TIMEOUT.total_seconds() + 3)
+        time.sleep(SHORT_TIMEOUT.total_seconds() + 3)
         return
     layer(sample(32, 64, device, 1))
 
@@ -126,7 +124,7 @@ def outcome(fn: Any, rank: int, mesh: Any, device: str, *args: Any) -> tuple[str
 
 
 def fails(rank: int, world: int, device: str, name: str) -> tuple[str, float]:
-    mesh = own_mesh(device, TIMEOUT)
+    mesh = own_mesh(device, SHORT_TIMEOUT if name == "stuck" else TIMEOUT)
     result = outcome(CASES[name][0], rank, mesh, device)
     time.sleep(0.5)
     dist.barrier()  # the ranks themselves are fine
@@ -135,13 +133,11 @@ def fails(rank: int, world: int, device: str, name: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_fails_ends_the_others(rank_pools: Pools, device: str, name: str) -> None:
-    results = rank_pools(2).run(fails, device, name, timeout=200)
+    results = rank_pools(2).run(fails, device, name)
     _, kind, words = CASES[name]
     for said, seconds in results if kind == "RanksDisagree" else results[:1]:
         assert said.startswith(kind) and all(word in said for word in words), said
-        assert seconds < LIMIT
-    if name == "raises":
-        assert results[0][1] < TIMEOUT.total_seconds(), "long before the timeout"
+        assert seconds < SOON
 
 
 # ------------------------------------------------------------------------------------------------- every layer
@@ -210,7 +206,7 @@ def all_faults(rank: int, world: int, device: str, kind: str) -> list[tuple[str,
     results = []
     for compiled in (False, True) if kind in COMPILED else (False,):
         for fault in FAULTS:
-            mesh = own_mesh(device, PATIENCE)
+            mesh = own_mesh(device, TIMEOUT)
             said, seconds = outcome(breaks, rank, mesh, device, kind, fault, compiled)
             results.append((f"{fault} {'compiled' if compiled else 'eager'}", said, seconds))
             time.sleep(0.5)
@@ -220,7 +216,7 @@ def all_faults(rank: int, world: int, device: str, kind: str) -> list[tuple[str,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_every_layer(rank_pools: Pools, device: str, kind: str) -> None:
-    results = rank_pools(2).run(all_faults, device, kind, timeout=280)
+    results = rank_pools(2).run(all_faults, device, kind)
     for rank, outcomes in enumerate(results):
         for what, said, seconds in outcomes:
             error, words = FAULTS[what.split()[0]]
@@ -228,7 +224,7 @@ def test_faults_of_every_layer(rank_pools: Pools, device: str, kind: str) -> Non
                 assert "last dimension" in said or "32" in said, (what, said)
                 continue
             assert error in said and all(word in said for word in words), (kind, what, said)
-            assert seconds < LIMIT, (kind, what, seconds)
+            assert seconds < SOON, (kind, what, seconds)
 
 
 def continues(rank: int, world: int, device: str) -> None:
@@ -244,7 +240,7 @@ def continues(rank: int, world: int, device: str) -> None:
 
 
 def test_an_error_of_all_ranks_breaks_nothing(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(continues, device, timeout=200)
+    rank_pools(2).run(continues, device)
 
 
 # ------------------------------------------------------------------------------------------------- processes that end
@@ -270,4 +266,4 @@ def _serve(rank: int, folder: str, device: str, name: str) -> None:
 def test_a_process_that_ends_ends_the_others(tmp_path: Path, device: str, name: str) -> None:
     said, seconds = what_was_said(_serve, tmp_path, device, name)
     assert said.startswith(DEATHS[name][1]) and all(word in said for word in DEATHS[name][2]), said
-    assert seconds < LIMIT
+    assert seconds < SOON

@@ -66,7 +66,7 @@ def trains_exactly(rank: int, world: int, device: str) -> None:
 
 
 def test_training_is_exact_where_no_sum_crosses_ranks(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(trains_exactly, device, timeout=200)
+    rank_pools(2).run(trains_exactly, device)
 
 
 def losses(model: nn.Module, device: str, steps: int, group: Any) -> list[float]:
@@ -100,7 +100,7 @@ def model_trains(rank: int, world: int, device: str, recipe: str) -> tuple[list[
 def test_two_ranks_train_like_one(rank_pools: Pools, device: str, recipe: str) -> None:
     """bf16 sums over ranks are rounded once more, 2**-9 relative, in every layer: the losses part slowly. Over 100
     steps of a model that learns, that is less than 3 % of the first loss at each step, and 1 % on average."""
-    for one, two in rank_pools(2).run(model_trains, device, recipe, timeout=120):
+    for one, two in rank_pools(2).run(model_trains, device, recipe):
         assert two[-1] < 0.5 * two[0], "it learns"
         assert abs(one[0] - two[0]) < 1e-2, "the same start"
         gaps = [abs(a - b) for a, b in zip(one, two, strict=True)]
@@ -137,7 +137,7 @@ def whole_of_two_ranks(rank: int, world: int) -> None:
 
 def test_whole_tensors_of_some_ranks(rank_pools: Pools) -> None:
     """As torch's own full_tensor: a rank outside of the mesh gets an empty one."""
-    rank_pools(4).run(whole_of_two_ranks, timeout=100)
+    rank_pools(4).run(whole_of_two_ranks)
 
 
 def checkpoints_reshard(rank: int, world: int, device: str, folder: str) -> None:
@@ -181,7 +181,7 @@ def checkpoints_reshard(rank: int, world: int, device: str, folder: str) -> None
 
 
 def test_checkpoints_reshard(rank_pools: Pools, device: str, tmp_path: Path) -> None:
-    rank_pools(4).run(checkpoints_reshard, device, str(tmp_path), timeout=120)
+    rank_pools(4).run(checkpoints_reshard, device, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------- initialisation
@@ -251,7 +251,7 @@ def initialises_alike(rank: int, world: int, device: str) -> None:
 
 
 def test_initialisation_does_not_depend_on_the_ranks(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(initialises_alike, device, timeout=200)
+    rank_pools(2).run(initialises_alike, device)
 
 
 def meta_device(rank: int, world: int, device: str) -> None:
@@ -271,7 +271,7 @@ def meta_device(rank: int, world: int, device: str) -> None:
 
 
 def test_meta_device(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(meta_device, device, timeout=200)
+    rank_pools(2).run(meta_device, device)
 
 
 # ------------------------------------------------------------------------------------------------- plans and styles
@@ -328,7 +328,7 @@ def styles_work(rank: int, world: int, device: str) -> None:
 
 
 def test_plans_and_styles(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(styles_work, device, timeout=200)
+    rank_pools(2).run(styles_work, device)
 
 
 class Attention(nn.Module):
@@ -414,7 +414,7 @@ class SeenGraphs:
 
 def test_one_gather_for_q_k_and_v(rank_pools: Pools, device: str) -> None:
     compiled = list(RECIPES) if os.environ.get("TE_DIST_FULL_MATRIX") else ["delayed", "mxfp8"]
-    rank_pools(2).run(shares_gather, device, compiled, timeout=200)
+    rank_pools(2).run(shares_gather, device, compiled)
 
 
 def gather_in_odd_places(rank: int, world: int, device: str) -> None:
@@ -477,7 +477,7 @@ def gather_in_odd_places(rank: int, world: int, device: str) -> None:
 
 
 def test_one_gather_in_odd_places(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(gather_in_odd_places, device, timeout=200)
+    rank_pools(2).run(gather_in_odd_places, device)
 
 
 # ------------------------------------------------------------------------------------------------- vocabulary
@@ -518,7 +518,7 @@ def vocabulary_matches(rank: int, world: int, device: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_vocabulary_over_ranks(rank_pools: Pools, device: str, world: int) -> None:
-    rank_pools(world).run(vocabulary_matches, device, timeout=200)
+    rank_pools(world).run(vocabulary_matches, device)
 
 
 # ------------------------------------------------------------------------------------------------- random streams
@@ -549,7 +549,7 @@ def streams(rank: int, world: int, device: str) -> tuple[Any, ...]:
 
 
 def test_random_streams(rank_pools: Pools, device: str) -> None:
-    first, second = rank_pools(2).run(streams, device, timeout=200)
+    first, second = rank_pools(2).run(streams, device)
     assert torch.equal(first[0], second[0]) and torch.equal(first[2], second[2]), "all ranks draw the same"
     assert not torch.equal(first[1], second[1]), "each draws its own"
     assert torch.equal(torch.cat([first[0], first[2]]), first[3]), "the shared stream does not notice"
@@ -610,7 +610,7 @@ def copies(rank: int, world: int, device: str) -> None:
 
 
 def test_copies_of_parallel_modules(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(copies, device, timeout=200)
+    rank_pools(2).run(copies, device)
 
 
 @pytest.mark.parametrize(("total", "ranks"), [(-1, 2), (4, 0)])

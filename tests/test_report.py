@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from browser import CHROMIUM, look_at
+from patience import HUNG
 
 from te_dist.launch import cli
 from te_dist.launch.charts import COLOURS, Line, line_chart, ticks
@@ -169,7 +170,7 @@ def test_the_script_of_the_page_answers_the_pointer(tmp_path: Path) -> None:
     chart = next(a["data-chart"] for t, a in page.tags if t == "figure" and "data-chart" in a)
     program = tmp_path / "page.js"
     program.write_text(DOCUMENT.replace("CHART", json.dumps(chart)).replace("SCRIPT", SCRIPT))
-    done = subprocess.run(["node", str(program)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["node", str(program)], capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "step 16|a  0.3125|b  0.4125"
 

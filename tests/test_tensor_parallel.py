@@ -82,7 +82,7 @@ def linear_matches(rank: int, world: int, device: str, kind: str, names: list[st
 @pytest.mark.parametrize("world", [2, 4])
 def test_linear_matches_one_process(rank_pools: Pools, device: str, world: int, kind: str) -> None:
     names = list(RECIPES) if world == 2 else ["current", "mxfp8"]
-    rank_pools(world).run(linear_matches, device, kind, names, {}, timeout=200)
+    rank_pools(world).run(linear_matches, device, kind, names, {})
 
 
 # ------------------------------------------------------------------------------------------------- LayerNormMLP
@@ -113,7 +113,7 @@ def mlp_matches(rank: int, world: int, device: str, names: list[str], activation
 @pytest.mark.parametrize(("world", "activation"), [(2, "gelu"), (2, "swiglu"), (4, "swiglu")])
 def test_mlp_matches_one_process(rank_pools: Pools, device: str, world: int, activation: str) -> None:
     names = list(RECIPES) if world == 2 else ["current", "nvfp4"]
-    rank_pools(world).run(mlp_matches, device, names, activation, timeout=200)
+    rank_pools(world).run(mlp_matches, device, names, activation)
 
 
 # ------------------------------------------------------------------------------------------------- GroupedLinear
@@ -192,16 +192,16 @@ def grouped_matches(
 @pytest.mark.parametrize("single", [False, True])
 def test_grouped_matches_one_process(rank_pools: Pools, device: str, single: bool) -> None:
     rows = [[128, 0, 256]] * 2
-    rank_pools(2).run(grouped_matches, device, rows, True, single, timeout=200)
+    rank_pools(2).run(grouped_matches, device, rows, True, single)
 
 
 def test_grouped_with_uneven_rows(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(grouped_matches, device, [[7, 0, 40], [3, 33, 0]], False, False, timeout=200)
+    rank_pools(2).run(grouped_matches, device, [[7, 0, 40], [3, 33, 0]], False, False)
 
 
 def test_grouped_with_empty_shards(rank_pools: Pools, device: str) -> None:
     rows = [[7, 0, 20], [0, 0, 0], [3, 2, 0], [0, 33, 1]]
-    rank_pools(4).run(grouped_matches, device, rows, False, False, (48, 6), timeout=200)
+    rank_pools(4).run(grouped_matches, device, rows, False, False, (48, 6))
 
 
 def device_splits_match(rank: int, world: int, device: str, compiled: bool) -> None:
@@ -245,7 +245,7 @@ def device_splits_match(rank: int, world: int, device: str, compiled: bool) -> N
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_grouped_with_splits_on_the_device(rank_pools: Pools, device: str, compiled: bool) -> None:
-    rank_pools(2).run(device_splits_match, device, compiled, timeout=200)
+    rank_pools(2).run(device_splits_match, device, compiled)
 
 
 # ------------------------------------------------------------------------------------------------- uneven
@@ -317,7 +317,7 @@ def uneven_matches(rank: int, world: int, device: str, kind: str, tokens: int, f
 def test_uneven_and_empty_shards(
     rank_pools: Pools, device: str, world: int, tokens: int, features: tuple[int, int], kind: str
 ) -> None:
-    rank_pools(world).run(uneven_matches, device, kind, tokens, features, timeout=200)
+    rank_pools(world).run(uneven_matches, device, kind, tokens, features)
 
 
 # ------------------------------------------------------------------------------------------------- TransformerLayer
@@ -361,7 +361,7 @@ def transformer_matches(rank: int, world: int, device: str, names: list[str]) ->
 
 
 def test_transformer_layer_matches_one_process(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(transformer_matches, device, list(RECIPES), timeout=200)
+    rank_pools(2).run(transformer_matches, device, list(RECIPES))
 
 
 # ------------------------------------------------------------------------------------------------- options
@@ -398,7 +398,7 @@ def options_match(rank: int, world: int, device: str) -> None:
 
 
 def test_options_do_not_change_results(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(options_match, device, timeout=200)
+    rank_pools(2).run(options_match, device)
 
 
 def norms_keep_gathered(rank: int, world: int, device: str) -> None:
@@ -421,7 +421,7 @@ def norms_keep_gathered(rank: int, world: int, device: str) -> None:
 
 
 def test_norms_keep_gathered(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(norms_keep_gathered, device, timeout=200)
+    rank_pools(2).run(norms_keep_gathered, device)
 
 
 def norm_output_matches(rank: int, world: int, device: str) -> None:
@@ -484,7 +484,7 @@ def both_outputs(module: Any, x: Any, dy: Any, dnorm: Any, call: Any = None) -> 
 
 
 def test_norm_output_gathered(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(norm_output_matches, device, timeout=200)
+    rank_pools(2).run(norm_output_matches, device)
 
 
 def local_amaxes(rank: int, world: int, device: str) -> None:
@@ -505,7 +505,7 @@ def local_amaxes(rank: int, world: int, device: str) -> None:
 
 
 def test_local_amaxes(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(local_amaxes, device, timeout=200)
+    rank_pools(2).run(local_amaxes, device)
 
 
 def microbatches_match(rank: int, world: int, device: str) -> None:
@@ -548,7 +548,7 @@ def microbatches_match(rank: int, world: int, device: str) -> None:
 
 
 def test_microbatches_and_wgrad_scheduling(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(microbatches_match, device, timeout=200)
+    rank_pools(2).run(microbatches_match, device)
 
 
 def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
@@ -578,7 +578,7 @@ def stochastic_rounding(rank: int, world: int, device: str) -> torch.Tensor:
 
 
 def test_stochastic_rounding_streams(rank_pools: Pools, device: str) -> None:
-    first, second = rank_pools(2).run(stochastic_rounding, device, timeout=200)
+    first, second = rank_pools(2).run(stochastic_rounding, device)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [mode == "row" for mode in MODES]
 
 
@@ -637,4 +637,4 @@ def bytes_match(rank: int, world: int, device: str) -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_the_docs(rank_pools: Pools, device: str) -> None:
-    rank_pools(2).run(bytes_match, device, timeout=200)
+    rank_pools(2).run(bytes_match, device)

@@ -45,9 +45,9 @@ def test_tp_sp_fsdp_resume_bit_for_bit_and_follow_one_process(
 ) -> None:
     four = rank_pools(4)
     options = {**LAYOUT, "recipe": recipe, "steps": 5, "monitor_every": 4}
-    four.run(_train, tmp_path / "whole", options, timeout=120)
-    four.run(_train, tmp_path / "parts", {**options, "checkpoint_every": 3, "final_checkpoint": False}, timeout=120)
-    assert four.run(_train, tmp_path / "parts", options, timeout=120) == [3] * 4
+    four.run(_train, tmp_path / "whole", options)
+    four.run(_train, tmp_path / "parts", {**options, "checkpoint_every": 3, "final_checkpoint": False})
+    assert four.run(_train, tmp_path / "parts", options) == [3] * 4
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 5
     train(tmp_path / "alone", recipe=recipe, steps=5, **ALONE)
     for step, loss in losses(tmp_path / "alone").items():
@@ -80,8 +80,8 @@ def test_compiled_blocks_share_a_graph_and_train_like_eager_ones(
 ) -> None:
     options = {"tp": tp, "sp": tp > 1, "recipe": recipe, "steps": 2, "layers": 3, "final_checkpoint": False}
     two = rank_pools(2)
-    two.run(_train, tmp_path / "eager", options, timeout=120)
-    assert two.run(_graphs, tmp_path / "compiled", options, timeout=240) == [2, 2]  # to train, to evaluate
+    two.run(_train, tmp_path / "eager", options)
+    assert two.run(_graphs, tmp_path / "compiled", options) == [2, 2]  # to train, to evaluate
     assert losses(tmp_path / "compiled") == losses(tmp_path / "eager")
 
 
@@ -91,7 +91,7 @@ def test_a_model_that_is_built_on_the_meta_device_starts_with_the_same_weights(
     for recipe, tied in (("fp8_block", False), ("fp8_delayed", True)):
         options = {**LAYOUT, "recipe": recipe, "steps": 2, "tied_embeddings": tied, "final_checkpoint": False}
         for meta in (False, True):
-            rank_pools(4).run(_train, tmp_path / f"{recipe}-{meta}", {**options, "meta_init": meta}, timeout=120)
+            rank_pools(4).run(_train, tmp_path / f"{recipe}-{meta}", {**options, "meta_init": meta})
         assert losses(tmp_path / f"{recipe}-True") == losses(tmp_path / f"{recipe}-False")
 
 
@@ -100,10 +100,10 @@ def test_a_checkpoint_of_four_ranks_goes_on_at_two_and_at_one(
 ) -> None:
     """The same sequences are read and the same weights were saved, so losses go on but for the order of sums."""
     options = {**LAYOUT, "recipe": "fp8_block", "checkpoint_every": 3, "final_checkpoint": False, "steps": 6}
-    rank_pools(4).run(_train, tmp_path / "run", options, timeout=120)
+    rank_pools(4).run(_train, tmp_path / "run", options)
     whole = losses(tmp_path / "run")
     at_two = {**options, "tp": 1, "sp": False}
-    assert rank_pools(2).run(_train, tmp_path / "run", at_two, timeout=120) == [3, 3]
+    assert rank_pools(2).run(_train, tmp_path / "run", at_two) == [3, 3]
     for step, loss in losses(tmp_path / "run").items():
         assert loss == pytest.approx(whole[step], rel=2e-3)
     at_one = config_of(tmp_path / "run", **{**options, **ALONE, "tp": 1, "sp": False, "dp_shard": 1})
@@ -118,11 +118,11 @@ def test_a_checkpoint_with_whole_gates_says_why_it_does_not_fit_tp(
     two_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     train(tmp_path / "run", steps=1)
-    for answer in two_ranks(_answer, tmp_path / "run", {"tp": 2, "steps": 2}, timeout=120):
+    for answer in two_ranks(_answer, tmp_path / "run", {"tp": 2, "steps": 2}):
         assert "CheckpointError" in answer and "made with split_gate False but this run (tp 2) has True" in answer
     train(tmp_path / "split", steps=1, split_gate=True)
     assert losses(tmp_path / "split") == losses(tmp_path / "run")  # the same weights, and the same products
-    assert two_ranks(_train, tmp_path / "split", {"tp": 2, "steps": 2}, timeout=120) == [1, 1]
+    assert two_ranks(_train, tmp_path / "split", {"tp": 2, "steps": 2}) == [1, 1]
 
 
 def _norms(rank: int, world: int, folder: Path, options: dict[str, Any]) -> tuple[float, float]:
@@ -144,9 +144,7 @@ def test_the_gradient_norm_counts_every_shard_once(rank_pools: Callable[[int], R
         {"dp_replicate": 2, "dp_shard": 2},
         {"tp": 2, "sp": True, "dp_replicate": 2},
     ):
-        found = rank_pools(4).run(
-            _norms, tmp_path, {**LAYOUT, "tp": 1, "dp_shard": -1, "sp": False, **options}, timeout=120
-        )
+        found = rank_pools(4).run(_norms, tmp_path, {**LAYOUT, "tp": 1, "dp_shard": -1, "sp": False, **options})
         for norm, expected in found:
             assert norm == pytest.approx(expected, rel=1e-5)
         assert len({norm for norm, _ in found}) == 1
@@ -164,7 +162,7 @@ def _microbatches(rank: int, world: int, folder: Path) -> None:
 
 
 def test_microbatches_add_up_under_fsdp(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:
-    rank_pools(2).run(_microbatches, tmp_path, timeout=120)
+    rank_pools(2).run(_microbatches, tmp_path)
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(one.values()) == pytest.approx(list(two.values()), rel=1e-5)
 
@@ -183,6 +181,6 @@ def _rank_fails(rank: int, world: int, folder: Path) -> str:
 def test_a_rank_whose_data_is_unreadable_stops_all_before_training(
     rank_pools: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    answers = rank_pools(2).run(_rank_fails, tmp_path, timeout=60)
+    answers = rank_pools(2).run(_rank_fails, tmp_path)
     assert answers[1].startswith("ConfigError") and "data1.txt' is empty" in answers[1]
     assert "data1.txt' is empty" in answers[0], answers

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from patience import HUNG
+
 from te_dist.launch.config import TrainConfig
 from te_dist.launch.metrics import read_metrics
 from te_dist.launch.trainer import Trainer
@@ -60,7 +62,7 @@ def start(
     )
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], limit: float = 90.0) -> None:
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], limit: float = HUNG) -> None:
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if (run_dir / "metrics.jsonl").exists() and max(losses(run_dir), default=0) >= step:
@@ -78,7 +80,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found.read_text().split()] if found.exists() else []
 
 
-def finish(process: subprocess.Popen[str], limit: float = 90.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], limit: float = HUNG) -> tuple[int, str, str]:
     try:
         out, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:

@@ -22,6 +22,7 @@ from te_dist.pipeline.plain_linear import accumulators, block_dims, is_plain, na
 from te_dist.producers import Plain
 from te_dist.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
 from te_dist.recipe import Recipe
+from te_dist.torch_compat import constant_in_graphs
 
 _MULTIPLE = 16  # of every size that a product sums over
 
@@ -107,7 +108,7 @@ def _multiply(
 
 
 # ------------------------------------------------------------------------------------------------- eligible layers
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def plan_of(
     spec: LayerSpec,
     recipe: Optional[Recipe],

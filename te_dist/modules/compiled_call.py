@@ -17,12 +17,12 @@ from te_dist.modules.workspaces import WeightWorkspaces
 from te_dist.pipeline.config import CallFlags, LayerSpec, resolve
 from te_dist.recipe import DelayedScaling, NoRecipe, Recipe
 from te_dist.tensors.gathered import GatheredWeight, stand_in
-from te_dist.torch_compat import traces_checkpoint
+from te_dist.torch_compat import constant_in_graphs, traces_checkpoint
 
 NO_RECIPE = NoRecipe()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _call_constants(
     spec: LayerSpec,
     recipe: Recipe | None,
@@ -55,7 +55,7 @@ def _call_constants(
     return flags, recipe or NO_RECIPE, kept, saves, (weight_count, *found), config.delayed, config.draws_seed
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def is_checkpointed() -> bool:
     """Whether Dynamo traces the inside of activation checkpointing, where a graph may change no attribute: weights are
     quantized with every call there, and kept by none."""
@@ -91,7 +91,7 @@ def by_host_or_device(splits: list[int] | Tensor | None) -> tuple[list[int] | No
     return (None, splits) if isinstance(splits, Tensor) else (splits, None)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def trains_with_seeds(spec: LayerSpec, recipe: Recipe | None) -> bool:
     """Whether a training step under this recipe draws seeds. The first forward of reentrant checkpointing, which has
     no gradients, draws them too and drops them: the recomputation gets its random state, and without a draw the
@@ -216,7 +216,7 @@ class CompiledCalls(WeightWorkspaces, DelayedState, WeightGradients):
             self._record_compiled(call.histories, amaxes)
         return call
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _note_traced_recomputation(self) -> None:
         """As note_recomputation in eager code; a graph says it once, while it is traced."""
         for layer in self._alike():

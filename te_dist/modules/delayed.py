@@ -12,7 +12,7 @@ from te_dist.modules.state import LayerState
 from te_dist.pipeline.config import roles
 from te_dist.pipeline.function import LayerCall
 from te_dist.recipe import DelayedScaling, Recipe
-from te_dist.torch_compat import hidden_from_modes, in_backward
+from te_dist.torch_compat import constant_in_graphs, hidden_from_modes, in_backward
 
 # In the state_dict of a layer that uses delayed scaling, never required of one that is loaded.
 DELAYED_BUFFERS = ("fp8_scale", "fp8_amax_history")
@@ -34,7 +34,7 @@ class DelayedState(LayerState):
     fp8_amax_history: Tensor | None
     _fp8_largest: Tensor | None
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _ensure_delayed(self, recipe: DelayedScaling) -> None:
         """Buffers of delayed scaling for this recipe; existing ones stay, their history is cut or extended."""
         # Where the state is, if there is some: parameters may have been offloaded.
@@ -54,7 +54,7 @@ class DelayedState(LayerState):
             resized[:shared] = history[:shared]
             self.fp8_amax_history = resized
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _ensure_delayed_of_alike(self, recipe: DelayedScaling) -> None:
         """While Dynamo traces: also for the layers that may share this one's graph, which guards on the buffers. One
         after the other would be one graph after the other."""

@@ -22,7 +22,7 @@ from te_dist.proto import TensorOrQuantized
 from te_dist.recipe import active_recipe
 from te_dist.tensors.quantized_tensor import QuantizedTensor, wrap
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.torch_compat import release_saved_tensors
+from te_dist.torch_compat import constant_in_graphs, release_saved_tensors
 
 
 def _forward(
@@ -272,7 +272,7 @@ class OperationFuser:
             plan = self._plan = make_plan(self._basic_ops, recipe)
         return plan
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _plan_while_tracing(self, version: int) -> None:
         self.plan()
 
@@ -424,7 +424,7 @@ class OperationFuser:
         self._make_eager(self._why_outside(plan))
         return self.__eager
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _make_eager(self, reason: str) -> None:
         def eager(input: Tensor, extra_inputs: Sequence[Tensor], op_kwargs: Any) -> Any:
             if not self._warned:

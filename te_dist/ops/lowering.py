@@ -38,7 +38,7 @@ from te_dist.quantizers import Quantizer
 from te_dist.recipe import DelayedScaling, Recipe, recipe_in_force
 from te_dist.tensors.gathered import GatheredWeight, stand_in
 from te_dist.tensors.storage import QuantizedStorage
-from te_dist.torch_compat import hidden_from_modes, in_backward
+from te_dist.torch_compat import constant_in_graphs, hidden_from_modes, in_backward
 
 Saved = tuple[TensorOrQuantized | None, ...]
 Splits = list[int] | Tensor | None
@@ -299,7 +299,7 @@ class ChainLayer(Lowered):
                 )
         return found
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _note_traced_recomputation(self) -> None:
         for linear in self.linears:
             linear._note_traced_recomputation()

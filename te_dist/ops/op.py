@@ -23,6 +23,7 @@ from te_dist.ops.context import OperationContext
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
 from te_dist.recipe import Recipe
+from te_dist.torch_compat import constant_in_graphs
 
 if TYPE_CHECKING:
     from te_dist.ops.fuser import OperationFuser
@@ -435,7 +436,7 @@ class BasicOperation(FusibleOperation, checked=False):
         assert self._fuser is not None
         return self._fuser(input, *extra_inputs, op_kwargs={self: kwargs} if kwargs else None)
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _make_fuser(self, cls: type[OperationFuser]) -> None:
         if self._fuser is None:
             object.__setattr__(self, "_fuser", cls([self]))
@@ -487,7 +488,7 @@ class FusedOperation(FusibleOperation):
             op_kwargs = dict(zip(self._basic, basic_op_kwargs, strict=True))
         return self._fuser(input, *extra_inputs, op_kwargs=op_kwargs)
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _make_fuser(self, cls: type[OperationFuser]) -> None:
         if self._fuser is None:
             object.__setattr__(self, "_fuser", cls([self]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from te_dist.ops.explain import explain_plan
 from te_dist.ops.fuser import OperationFuser
 from te_dist.ops.op import BasicOperation, FusibleOperation
+from te_dist.torch_compat import constant_in_graphs
 
 # Every Sequential: those that are alike share compiled graphs.
 sequentials: weakref.WeakSet[Sequential] = weakref.WeakSet()
@@ -142,7 +143,7 @@ class Sequential(torch.nn.Module):
         ]
         self._grouped = tuple(map(id, self._modules.values()))
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _group_while_tracing(self, version: int) -> None:
         """Also for others with the same operations: they may share this one's graph, which guards on the groups and
         their plans. One after the other would be one graph after the other."""
