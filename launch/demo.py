@@ -22,7 +22,7 @@ from te_dist.launch.doctor import table
 from te_dist.launch.progress import short, size_text
 from te_dist.launch.ranks import run_ranks
 from te_dist.launch.runs import Run, read_runs
-from te_dist.launch.stopping import name_of
+from te_dist.launch.stopping import StopRequest, name_of
 from te_dist.launch.trainer import Trainer
 from te_dist.launch.wire import REPORT
 
@@ -65,24 +65,28 @@ def config_for(recipe: str, folder: Path, steps: int, device: str, spread: bool)
 def train(recipe: str, folder: Path, steps: int, device: str, world: runtime.World | None) -> int:
     """One run, in parts where it is to be resumed; the number of the signal that stopped it, or 0."""
     spread = world is not None
-    for until in [steps // 2, None] if spread and recipe == RESUMED and steps > 1 else [None]:
-        trainer = Trainer(config_for(recipe, folder, steps, device, spread), world)
-        first = trainer.world.is_first
-        if first and trainer.resumed_from:
-            print(f"  {recipe:<12} is resumed from the checkpoint of step {trainer.done.step}", flush=True)
-        begun = time.perf_counter()
-        result = trainer.train(until=until)
-        if result.stopped_by:
-            return result.stopped_by
-        if first:
-            seconds = time.perf_counter() - begun
-            print(f"  {recipe:<12} step {result.step:>3}  loss {result.loss:.3f}  {seconds:.0f} s", flush=True)
+    # From the start, so that Ctrl-C while the model is built ends as it does in training.
+    with StopRequest() as request:
+        for until in [steps // 2, None] if spread and recipe == RESUMED and steps > 1 else [None]:
+            trainer = Trainer(config_for(recipe, folder, steps, device, spread), world)
+            if stopped_by := trainer.world.agree_any(request.number):
+                return stopped_by
+            first = trainer.world.is_first
+            if first and trainer.resumed_from:
+                print(f"  {recipe:<12} is resumed from the checkpoint of step {trainer.done.step}", flush=True)
+            begun = time.perf_counter()
+            result = trainer.train(until, request)
+            if result.stopped_by:
+                return result.stopped_by
+            if first:
+                seconds = time.perf_counter() - begun
+                print(f"  {recipe:<12} step {result.step:>3}  loss {result.loss:.3f}  {seconds:.0f} s", flush=True)
     return 0
 
 
 def rank(out: Path, steps: int, device: str) -> int:
     """What each of the four ranks does."""
-    world = runtime.start(device, timeout=120)
+    world = runtime.start(device, timeout=TrainConfig.timeout)
     try:
         for stage, recipe, folder in folders(out):
             if stage != "1-rank" and (stopped_by := train(recipe, folder, steps, device, world)):

@@ -163,8 +163,13 @@ class Trainer:
         self.warnings += [f"resuming with another {key}: {saved[key]!r} -> {now[key]!r}" for key in changed]
 
     # ------------------------------------------------------------------------------------------- train
-    def train(self, until: int | None = None) -> Result:
-        """All steps that are left; `until`: save after that one and return, as a stopped run would."""
+    def train(self, until: int | None = None, request: StopRequest | None = None) -> Result:
+        """All steps that are left.
+
+        Args:
+            until: save after that step and return, as a stopped run would.
+            request: where signals are noted, if somebody listens to them already.
+        """
         config, first = self.config, self.done.step + 1
         log = MetricsLog(self.run_dir, self.world.is_first, config.tensorboard)
         self._write_start(log)
@@ -176,7 +181,7 @@ class Trainer:
         stopped_by = 0
         clock = _Clock(self.world.device)
         try:
-            with StopRequest() as request:
+            with StopRequest() if request is None else contextlib.nullcontext(request) as request:
                 for step in range(first, config.steps + 1):
                     with profiler.step(step), count_bytes(step == config.comm_step, step, log, self.run_dir):
                         loss, norm, lr = self._step(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,10 @@ else:
     hypothesis.settings.register_profile("te_dist", deadline=None, max_examples=40, derandomize=True)
     hypothesis.settings.load_profile("te_dist")
 
+
+# A shell that starts pytest in the background makes it ignore Ctrl-C, and with it all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STOP_AT = time.monotonic() + float(os.environ.get("TE_DIST_TEST_SECONDS", "inf"))
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, look_at
@@ -18,6 +19,7 @@ from te_dist import kernels
 from te_dist.launch import cli, demo, doctor, formats
 from te_dist.launch.recipes import RECIPE_NAMES
 from te_dist.launch.runs import read_run
+from te_dist.launch.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,6 +101,7 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module_
                  and "editable" not in type(f).__name__.lower() and "Redirect" not in type(f).__name__]
 import te_dist, te_dist.parallel, te_dist.launch.cli
 from pathlib import Path
+from typing import Any
 assert Path(te_dist.launch.cli.__file__).parent.name == "launch"
 print(te_dist.__file__)
 """
@@ -223,6 +226,17 @@ def test_ranks_that_are_not_ready_say_one_line_at_ctrl_c(tmp_path: Path) -> None
     assert process.returncode == 130 and errors == "bye\n", errors
 
 
+def test_ctrl_c_while_the_demo_builds_its_model_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*arguments: Any) -> Trainer:
+        made = Trainer(*arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(demo, "Trainer", build)
+    assert demo.train("bf16", tmp_path, 1, "cpu", None) == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not (tmp_path / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("stage", ["one process", "4 ranks", "4 ranks before their first line"])
 def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
     """While this process trains, while its ranks start or train, and while their Pythons do not know of signals yet."""
@@ -240,6 +254,8 @@ def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
         for line in process.stdout:
             if line.startswith(stage[:7]):
                 break
+        while stage == "one process" and not (tmp_path / "1-rank" / "bf16").exists() and process.poll() is None:
+            time.sleep(0.05)
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=HUNG)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import te_dist
 
 WIDTH, INNER, ROWS, STEPS = 32, 64, 32, 200
+SOME_STEPS = 12  # of trainings that are equal in every bit, or not
 # How far the mean loss of the last 50 steps may lie above the unquantized one, relative to the drop in loss that
 # training brings: quantization noise acts like label noise on a regression whose targets have none. Products of FP8
 # operands are 2 to 3 % off (28 dB and more) and those of FP4 10 % (17 dB), and an error of that relative size in each
@@ -95,34 +96,35 @@ def test_caching_changes_nothing(recipe: str) -> None:
     """Two microbatches a step, with the quantized weights kept. Delayed scaling advances once per step then, and not
     once per microbatch, so it is compared at one microbatch."""
     count = 1 if recipe == "delayed" else 2
-    expected = train(Model("mlp", recipe), steps=30, microbatches=count)
-    assert torch.equal(train(Model("mlp", recipe), steps=30, microbatches=count, cached=True), expected)
+    expected = train(Model("mlp", recipe), steps=SOME_STEPS, microbatches=count)
+    assert torch.equal(train(Model("mlp", recipe), steps=SOME_STEPS, microbatches=count, cached=True), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_checkpointing_changes_nothing(recipe: str, reentrant: bool) -> None:
-    expected = train(Model("mlp", recipe), steps=30)
+    expected = train(Model("mlp", recipe), steps=SOME_STEPS)
     model = Model("mlp", recipe)
 
     def call(x: Tensor) -> Tensor:
         # The reentrant kind needs an input with a gradient.
         return checkpoint(model, x.requires_grad_(reentrant), use_reentrant=reentrant)
 
-    assert torch.equal(train(model, call, steps=30), expected)
-    assert torch.equal(train(Model("mlp", recipe, checkpoint=True), steps=30), expected), "the layer's own"
+    assert torch.equal(train(model, call, steps=SOME_STEPS), expected)
+    assert torch.equal(train(Model("mlp", recipe, checkpoint=True), steps=SOME_STEPS), expected), "the layer's own"
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_compiling_changes_nothing(recipe: str) -> None:
     torch._dynamo.reset()
-    expected = train(Model("mlp", recipe), steps=30)
+    expected = train(Model("mlp", recipe), steps=SOME_STEPS)
     model = Model("mlp", recipe)
-    assert torch.equal(train(model, torch.compile(model, fullgraph=True, backend="aot_eager"), steps=30), expected)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(train(model, compiled, steps=SOME_STEPS), expected)
     if recipe in ("delayed", "mxfp8"):
         model = Model("mlp", recipe)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert torch.equal(train(model, compiled, steps=30, cached=True), expected), "with caching"
+        assert torch.equal(train(model, compiled, steps=SOME_STEPS, cached=True), expected), "with caching"
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

@@ -208,9 +208,11 @@ def device_splits_match(rank: int, world: int, device: str, compiled: bool) -> N
     """Groups whose sizes only the device knows, and which differ from rank to rank where shards are gathered."""
     _, k, n = sizes(world)
     wrong: list[str] = []
-    names = ["mxfp8"] if compiled else list(RECIPES)
-    for recipe, keep in [*((name, False) for name in names), ("current", True), ("none", True)]:
+    choices = [*((name, False) for name in RECIPES), ("current", True), ("none", True)]
+    for recipe, keep in [("mxfp8", False), ("current", True)] if compiled else choices:
         for label, (mode, sp) in MODES.items():
+            if keep and not sp:  # nothing is gathered that could be kept
+                continue
             rows = [[10, 0, 22], [5, 20, 7]] if mode == "column" else [[12, 0, 20]] * 2
             totals, shards = [sum(r[g] for r in rows) for g in range(3)], [sum(r) for r in rows]
             order = torch.tensor(rank_order(rows), dtype=torch.int64, device=device)
