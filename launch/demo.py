@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -135,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"te-dist demo: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # between two runs, or before the ranks are there
+        code = 128 + signal.SIGINT
     if code > 128:
         print(f"\nte-dist demo: stopped by {name_of(code - 128)}", file=sys.stderr)
     elif code:

@@ -33,23 +33,26 @@ def processes() -> Any:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
-    with _importable(Path(__file__).parent):
+    # A fork server does not know this process's sys.path, and must not have threads: NumPy's BLAS would start some.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with _environment(PYTHONPATH=path, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
 
 
 @contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Pythons started inside find what is in the folder. (A fork server does not know this one's sys.path.)"""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+def _environment(**values: str) -> Iterator[None]:
+    """Processes started inside have these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:

@@ -237,6 +237,17 @@ def test_ctrl_c_while_the_demo_builds_its_model_is_not_lost(tmp_path: Path, monk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_ctrl_c_between_two_runs_of_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "show", interrupted)
+    assert demo.main([]) == 130
+    assert capsys.readouterr().err == "\nte-dist demo: stopped by Ctrl-C\n"
+
+
 @pytest.mark.parametrize("stage", ["one process", "4 ranks", "4 ranks before their first line"])
 def test_ctrl_c_ends_the_demo_with_one_line(tmp_path: Path, stage: str) -> None:
     """While this process trains, while its ranks start or train, and while their Pythons do not know of signals yet."""
