@@ -6,6 +6,8 @@ import os
 import torch
 import tqdm
 
+import te_dist.launch.train  # noqa: F401 (for the ranks; it imports the rest)
+
 tqdm.tqdm.monitor_interval = 0  # the compiler's progress bar would start a thread
 torch.set_num_threads(1)
 weight = torch.ones(4, 4, requires_grad=True)
