@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import QUANTIZERS, assert_same_storage, on, rng_for, varied
 
 import te_dist
+from te_dist import kernels
 
 pytestmark = pytest.mark.cuda
 
 
+# One that a single block finds the amax of, and one that takes many, which wait for each other.
+SHAPES = ((144, 272), (1040, 1056))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_graph_capture_replays_on_new_values(name: str) -> None:
+def test_graph_capture_replays_on_new_values(name: str, shape: tuple[int, int]) -> None:
     quantizer = on("cuda", QUANTIZERS[name]())
     rng = rng_for(quantizer, "cuda")
-    x = varied((144, 272), torch.bfloat16).cuda()
+    x = varied(shape, torch.bfloat16).cuda()
     out = quantizer.make_empty(x.shape, device="cuda")
     noop = torch.zeros(1, device="cuda")
     result = torch.empty_like(x)
@@ -25,7 +33,7 @@ def test_graph_capture_replays_on_new_values(name: str) -> None:
         quantizer.quantize(x, out=out, noop=noop, rng_state=rng)
         result.copy_(out.dequantize())
     for seed, scale in ((1, 1.0), (2, 100.0), (3, 0.01)):
-        x.copy_(varied((144, 272), torch.bfloat16, seed) * scale)
+        x.copy_(varied(shape, torch.bfloat16, seed) * scale)
         graph.replay()
         torch.cuda.synchronize()
         expected = quantizer.quantize(x, rng_state=rng)
@@ -51,6 +59,46 @@ def test_a_side_stream_orders_the_work() -> None:
         storage = quantizer.quantize(x)
     stream.synchronize()
     assert torch.equal(storage.dequantize(), torch.full_like(x, 3.0))
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a call launches, the second time."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in on_device]
+
+
+def test_how_many_launches_current_scaling_takes() -> None:
+    """The amax and the cast are one each, however large the tensor; a few tiles are one altogether."""
+    x = varied((2048, 2048), torch.bfloat16).cuda()
+    amax = torch.empty(1, device="cuda")
+    assert len(kernels_of(lambda: kernels.amax(x, amax))) == 1
+    for usage in ({"columnwise": False}, {}):
+        quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3", **usage)
+        found = kernels_of(lambda quantizer=quantizer: quantizer.quantize(x))
+        assert ["amax" in name for name in found] == [True, False], found
+        assert len(kernels_of(lambda quantizer=quantizer: quantizer.quantize(x[:128, :256]))) == 1
+    found = kernels_of(lambda: te_dist.NVFP4Quantizer(with_rht=True).quantize(x))
+    assert ["amax" in name for name in found] == [True, False], found
+
+
+def test_amaxes_of_several_streams_at_once() -> None:
+    """Blocks that wait for each other are all there at once, beside those of other streams."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    inputs = [varied((2048, 2048), torch.bfloat16, seed).cuda() * 3.0**seed for seed in range(4)]
+    found = [torch.full((20,), -1.0, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for turn in range(20):
+        for stream, x, amaxes in zip(streams, inputs, found, strict=True):
+            with torch.cuda.stream(stream):
+                kernels.amax(x[turn:], amaxes[turn : turn + 1])
+    torch.cuda.synchronize()
+    for x, amaxes in zip(inputs, found, strict=True):
+        assert amaxes.tolist() == [x[turn:].abs().max().item() for turn in range(20)]
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

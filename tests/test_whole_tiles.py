@@ -19,7 +19,7 @@ from test_producers import activation, gradient, matrix, norm
 from torch import Tensor
 
 import te_dist
-from te_dist import kernels, reference, reference_producers
+from te_dist import kernels, reference
 from te_dist.producers import NormOutput, Plain, Producer
 
 pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
@@ -112,15 +112,23 @@ def test_nvfp4_codes_by_halves() -> None:
     assert downwards.sum() == 4
 
 
-def test_nvfp4_codes_by_lines() -> None:
-    """The arithmetic of csrc/cuda/nvfp4_whole.cu's other codes: no sum may round to a tie, nor a tie to anything
-    else."""
+def test_nvfp4_codes_where_ties_go_down() -> None:
+    """The same, of values that are made a little smaller: right for all but those that come to lie between a tie that
+    goes up and the fp16 number below it."""
     values = values_around_codes()
-    scaled = values / 256
-    second = reference_producers.fma(scaled, 0.5 * (1 - 2.0**-22), (2 + 3 * 2.0**-22) / 512)
-    third = reference_producers.fma(scaled, 0.25 * (1 + 2.0**-23), (4 - 2.0**-22) / 512)
-    codes = scaled.minimum(second).minimum(third).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert torch.equal(codes, reference.encode_e2m1(values))
+    scaled = (values * torch.tensor(1 - 2.0**-21)).double() / 2**14
+    nearest = scaled.half()
+    bits = nearest.view(torch.int16).int() - (nearest.double() > scaled).int()
+    bits += bits // 512 % 2
+    ties_up = torch.tensor([0.75, 1.75, 3.5])
+    steps = torch.tensor([2.0**-10, 2.0**-10, 2.0**-9])
+    between = ((values[:, None] < ties_up) & (values[:, None] * (1 - 2.0**-21) >= ties_up - steps)).any(1)
+    above = torch.zeros_like(between)  # and those that pass a tie that goes down
+    for tie in (0.25, 1.25, 2.5, 5.0):
+        above |= (values > tie) & (scaled * 2**14 < tie)
+    right = (bits + 256) // 512 == reference.encode_e2m1(values).int()
+    assert torch.equal(right, ~(between | above))
+    assert right.sum() > 100_000 and (~right).sum() > 1000
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht", "nvfp4_rht_plain_signs"])

@@ -21,8 +21,8 @@ struct AmaxConfig {
 struct AmaxResult {
   float* first;
   float* second;    // may be null
-  bool direct;      // one block only: it stores, nobody had to zero
-  bool accumulate;  // of interest to a direct store only
+  bool direct;      // one block only: it stores, nobody has to zero
+  bool accumulate;
 };
 
 // The elements of a row outside its whole vectors.
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
   constexpr int kWarps = AmaxConfig::kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
   if (is_noop(noop)) return;
+  ZeroFirst zero(!result.direct && !result.accumulate, result.first, result.second);
   const int lane = threadIdx.x % 32;
   const int64_t items = rows * chunks;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
     word = max_of_chunk(word, data + row * stride, cols, item - row * chunks, lane);
   }
   const uint32_t raw = block_max<AmaxConfig::kThreads>(Words<T>::fold(word), scratch);
+  zero.wait();
   if (threadIdx.x != 0) return;
   const float value = Words<T>::to_float_of_raw(raw);
   store_amax(result.first, value, result);
@@ -119,9 +121,9 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
     const bool direct = rows * chunks <= AmaxConfig::kSingleBlockChunks;
     const int64_t most = static_cast<int64_t>(multiprocessors()) * AmaxConfig::kBlocksPerSm;
     const int blocks = direct ? 1 : grid_size(smaller(wanted, most));
-    if (!direct && !accumulate) launch_amax_reset(first, second, noop, lane);
-    launch("amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, lane, static_cast<const T*>(x.data),
-           rows, cols, x.stride, chunks, AmaxResult{first, second, direct, accumulate}, noop);
+    launch_together(!direct && !accumulate, "amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, 0, lane,
+                    static_cast<const T*>(x.data), rows, cols, x.stride, chunks,
+                    AmaxResult{first, second, direct, accumulate}, noop);
   });
 }
 

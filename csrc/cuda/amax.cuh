@@ -1,6 +1,8 @@
 // The amax launcher, shared by amax() and by NVFP4's global amaxes.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include "common.cuh"
 
 namespace te_dist {
@@ -16,8 +18,8 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
 void launch_amax_made(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
 
 // The same of an activation without bias or gate, whose operand is fused (check::fused); false: x is something
-// else. Raises what is in `amax`.
-bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane);
+// else.
+bool launch_amax_activation(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
 
 // `word` of raw magnitudes and 16 bytes of elements.
 template <typename T>
@@ -40,6 +42,30 @@ __device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {
   }
   return raw;
 }
+
+// Zeroes up to two amaxes (a null one is skipped) in the launch that raises them, which saves a launch before it: block 0
+// does, while all others are reading. Of launches whose blocks are all there at once (launch_together), and by all
+// threads. `wanted` false: nothing is zeroed, and nobody waits.
+class ZeroFirst {
+ public:
+  __device__ __forceinline__ ZeroFirst(bool wanted, float* first, float* second) : wanted_(wanted) {
+    if (!wanted) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      if (first != nullptr) *first = 0.0f;
+      if (second != nullptr) *second = 0.0f;
+    }
+    token_ = cooperative_groups::this_grid().barrier_arrive();
+  }
+  // Until that has been done.
+  __device__ __forceinline__ void wait() {
+    if (wanted_) cooperative_groups::this_grid().barrier_wait(static_cast<Token&&>(token_));
+  }
+
+ private:
+  using Token = cooperative_groups::grid_group::arrival_token;
+  bool wanted_;
+  Token token_;
+};
 
 // Magnitude bits are ordered as unsigned integers, NaN above all, so the integer atomic is the float maximum.
 __device__ __forceinline__ void atomic_amax(float* amax, float value) {

@@ -31,8 +31,8 @@ void launch_amax_made(const Source& x, float* amax, bool accumulate, const float
   TED_CHECK(x.partials == nullptr, "amax makes no column sums: the cast that follows does");
   TED_CHECK(x.kind != Produce::kPlain, "the amax of a matrix in memory is not made");
   const Made made = made_of(x, true);
+  if (launch_amax_activation(x, amax, accumulate, noop, lane)) return;
   if (!accumulate) launch_amax_reset(amax, nullptr, noop, lane);
-  if (launch_amax_activation(x, amax, noop, lane)) return;
   if (x.kind == Produce::kNorm) return launch_amax_norm(made, x.make_stats, amax, noop, lane);
   launch_made("amax_made_kernel", amax_made_kernel, made, lane, amax, noop);
 }

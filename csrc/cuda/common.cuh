@@ -34,6 +34,23 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
+// A launch whose blocks are all on the GPU at once, so that they can wait for each other. `together` false: any launch.
+template <typename... Parameters, typename... Arguments>
+void launch_together(bool together, const char* name, void (*kernel)(Parameters...), int blocks, int threads, int bytes,
+                     Lane lane, const Arguments&... arguments) {
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = together ? 1 : 0;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
+  config.stream = stream_of(lane);
+  config.attrs = &cooperative;
+  config.numAttrs = together ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
 // A number that the current device has more than none of. Asked for at every launch, so remembered. Two threads that
 // race here store the same number.
 template <cudaDeviceAttr kWhat>

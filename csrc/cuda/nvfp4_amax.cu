@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksP
   constexpr int kWarps = NvAmaxConfig::kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
   if (is_noop(noop)) return;
+  ZeroFirst zero(true, amax_row, amax_col);
   uint32_t row_word = 0u;
   uint32_t col_bits = 0u;
   for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksP
   const uint32_t row_raw = block_max<NvAmaxConfig::kThreads>(Words<T>::fold(row_word), scratch);
   __syncthreads();
   const uint32_t col_raw = block_max<NvAmaxConfig::kThreads>(col_bits, scratch);
+  zero.wait();
   if (threadIdx.x != 0) return;
   if (amax_row != nullptr) atomic_amax(amax_row, Words<T>::to_float_of_raw(row_raw));
   if (amax_col != nullptr) atomic_amax(amax_col, to_float(to_bf16(float_of(col_raw) * 0.25f)));
@@ -80,17 +82,16 @@ void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, f
     float* first = amax_row != nullptr ? amax_row : amax_col;
     return launch_amax(x, first, first == amax_col ? nullptr : amax_col, false, noop, lane);
   }
-  launch_amax_reset(amax_row, amax_col, noop, lane);
-  if (x.rows == 0 || x.cols == 0) return;
+  if (x.rows == 0 || x.cols == 0) return launch_amax_reset(amax_row, amax_col, noop, lane);
   dispatch_nv_patch(x.dtype, [&](auto values) {
     using T = TypeOf<decltype(values)>;
     const int64_t across = ceil_div(x.cols, 32 * NvPatch<T>::kCols);
     const int64_t items = grid_size(x.rows / kBlock * across);
     const int64_t most = static_cast<int64_t>(multiprocessors()) * NvAmaxConfig::kBlocksPerSm;
     const int blocks = grid_size(smaller(ceil_div(items, NvAmaxConfig::kThreads / 32), most));
-    launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, NvAmaxConfig::kThreads, lane,
-           nv_input(values, x), static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs,
-           amax_row, amax_col, noop);
+    launch_together(true, "nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, NvAmaxConfig::kThreads, 0, lane,
+                    nv_input(values, x), static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs,
+                    amax_row, amax_col, noop);
   });
 }
 

@@ -18,38 +18,20 @@ struct NvWhole {
 };
 
 // ---------------------------------------------------------------------------------------------- codes
-// In one of two ways, the faster one where it can be taken.
+// The bits of a fp16 number, up to the first one behind the point, are E2M1's code, if fp16's smallest normal number,
+// 2^-14, stands for 1; below it, both formats count evenly. So a code is (bits + 256) / 512 of bits that were rounded
+// towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go up, and those
+// at 0.25, 1.25, 2.5 and 5 should not.
 //
-// By halves: the bits of a fp16 number, up to the first one behind the point, are E2M1's code, if fp16's smallest
-// normal number, 2^-14, stands for 1; below it, both formats count evenly. So a code is (bits + 256) / 512 of bits that
-// were rounded towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go
-// up, and those at 0.25, 1.25, 2.5 and 5 should not.
+// Where a block can meet those, its values are made a little smaller, by kBelow. A tie is now the fp16 number below, and
+// one more is added to the bits of those that should go up: where the code below is odd. That would also raise others
+// that are cut off to the same number. A block has few values near ties, and whether it has such ones is known
+// (PlaneScales); if it has, the codes are made one by one.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
   static constexpr float kLimit = 6.9f * kFirst;
+  static constexpr float kBelow = 1.0f - 1.0f / 2097152.0f;
 };
-
-// By lines: E2M1's code of a magnitude a is the least of 2a, a + 2 and a/2 + 4, rounded to an integer, and E4M3's
-// smallest numbers are the integers times 2^-9: its conversion rounds two of them at a time. But the sums are rounded
-// before, and must not become ties, or stop to be, next to a = 2.5, 3.5 and 5. So the second line is a little less
-// steep, and goes through 3 as it did, and the third one a little more, and lower: there, roundings stay on their side.
-// This is encode_e2m1 for each float up to 6.95 (tests/test_whole_tiles.py).
-struct CodeLines {
-  static constexpr float kUnit = 1.0f / 512.0f;
-  static constexpr float kFirst = 2.0f * kUnit;  // times a is the first line
-  static constexpr float kSecond = 0.5f * (1.0f - 1.0f / 4194304.0f);
-  static constexpr float kSecondStart = (2.0f + 3.0f / 4194304.0f) * kUnit;
-  static constexpr float kThird = 0.25f * (1.0f + 1.0f / 8388608.0f);
-  static constexpr float kThirdStart = (4.0f - 1.0f / 4194304.0f) * kUnit;
-
-  // scaled: a times kFirst.
-  static __device__ __forceinline__ float least(float scaled) {
-    return float_of(__vimin3_u32(bits_of(scaled), bits_of(__fmaf_rn(scaled, kSecond, kSecondStart)),
-                                 bits_of(__fmaf_rn(scaled, kThird, kThirdStart))));
-  }
-};
-
-constexpr float kLinesOverHalves = CodeLines::kFirst / CodeHalves::kFirst;
 
 // Two floats to fp16, towards zero.
 __device__ __forceinline__ uint32_t cut_to_halves(float low, float high) {
@@ -62,10 +44,17 @@ __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_
   return (set & where) | (clear & ~where);
 }
 
-// Eight bf16 values. factor: times CodeHalves::kFirst; none of them scales past 6.9, or to a tie that goes down.
+// Eight bf16 values. factor: times CodeHalves::kFirst, below zero where ties may be met that go down, if kTies;
+// nothing scales past 6.9.
+template <bool kTies>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
+  const uint32_t odd_code = bits_of(factor) >> 31 != 0 ? 0x00010001u : 0u;
+  if (kTies) factor = fabsf(factor);
   const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
-  const auto two = [&](int i) { return cut_to_halves(at(i), at(i + 2)); };
+  const auto two = [&](int i) {
+    const uint32_t bits = cut_to_halves(at(i), at(i + 2));
+    return kTies ? bits + (bits >> 9 & odd_code) : bits;
+  };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t even = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t odd = __byte_perm(two(1), two(5), 0x7531);
@@ -74,63 +63,69 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
   return select(0x0F0F0F0Fu, lower, upper);
 }
 
-// Eight bf16 values. factor: as above, perhaps below zero; ties may be met.
-__device__ __forceinline__ uint32_t pack_by_lines(const uint32_t* word, float factor) {
-  factor = fabsf(factor) * kLinesOverHalves;
-  const auto at = [&](int i) { return CodeLines::least(magnitude_of<bf16_t>(word, i) * factor); };
-  const uint32_t even = encode_four<E4M3>(at(0), at(2), at(4), at(6));
-  const uint32_t odd = encode_four<E4M3>(at(1), at(3), at(5), at(7));
-  return odd * 16u + even + signs_of_eight(word);
-}
-
 // ---------------------------------------------------------------------------------------------- scales
-// Whether a bf16 value times `factor` can be a tie that goes down. decode: about 1 / factor. Powers of two do not
-// matter, so that there are two ties, and next to each of them, divided by the factor, one value.
-__device__ __forceinline__ bool meets_tie(float decode, float factor) {
-  const auto meets = [&](float tie) {
-    return float_of((bits_of(tie * decode) + 0x8000u) & 0xFFFF0000u) * factor == tie;
+// The factor for pack_by_halves, without CodeHalves::kFirst. decode: about 1 / exact. Powers of two do not matter, so
+// that there are four ties, two of each kind, and next to each of them, divided by the factor, one value.
+__device__ __forceinline__ float factor_for_halves(float decode, float exact) {
+  const auto nearest = [&](float tie) { return float_of((bits_of(tie * decode) + 0x8000u) & 0xFFFF0000u); };
+  const float down[2] = {nearest(1.0f), nearest(1.25f)};
+  if (down[0] * exact != 1.0f && down[1] * exact != 1.25f) return exact;
+  const float below = exact * CodeHalves::kBelow;
+  const auto goes_down = [&](int i, float tie) { return (down[i] * below >= tie) == (down[i] * exact > tie); };
+  // fp16's numbers are 2^-10 apart, both at 0.75 and at 1.75.
+  const auto goes_up = [&](float tie, float step) {
+    const float value = nearest(tie);
+    return (value * below >= tie - step) == (value * exact >= tie);
   };
-  return meets(1.0f) || meets(1.25f);
+  const bool right =
+      goes_down(0, 1.0f) && goes_down(1, 1.25f) && goes_up(1.5f, 1.0f / 512.0f) && goes_up(1.75f, 1.0f / 1024.0f);
+  return right ? -below : float_of(kNanBits);
 }
 
 // What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
-// times CodeHalves::kFirst. It is below zero where the values can meet ties that go down, and NaN where powers of two
-// do not commute with roundings.
+// times CodeHalves::kFirst. It is below zero where the values can meet ties that go down, and NaN where pack_by_halves
+// cannot be used: where it says so, and where powers of two do not commute with roundings.
 struct PlaneScales {
   Nvfp4Global global;
   float encode;  // turns a magnitude into a scale
+  float part;    // of what magnitudes and values are; NaN where all factors are
   float factor[128];
 
   // By all threads, when `global` is there. quarter: magnitudes and values are four times what they should be.
   __device__ __forceinline__ void fill(bool quarter) {
-    const float part = quarter ? 0.25f : 1.0f;
+    const float share = quarter ? 0.25f : 1.0f;
     const bool far = !(global.encode_sixth > 0x1p-90f && global.encode_sixth < 0x1p+90f);
-    if (threadIdx.x == 0) encode = global.encode_sixth * part;
+    if (threadIdx.x == 0) encode = global.encode_sixth * share, part = far ? float_of(kNanBits) : share;
     const float decode = decode_scale(threadIdx.x) * global.decode;
-    const float exact = reciprocal(decode);
-    const float of_code = (meets_tie(decode, exact) ? -exact : exact) * (part * CodeHalves::kFirst);
-    // The factor of zeros keeps all others of that code from being easy, however small; both ways it is finite.
-    constexpr float kOfZeros = kFloatMax / kLinesOverHalves;
-    static_assert(kOfZeros * kLinesOverHalves == kFloatMax, "no zero times infinity");
-    static_assert(kOfZeros * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
-    factor[threadIdx.x] = far ? float_of(0x7FFFFFFFu) : threadIdx.x == 0 ? kOfZeros : of_code;
+    const float of_code = factor_for_halves(decode, reciprocal(decode)) * (share * CodeHalves::kFirst);
+    // The factor of zeros keeps all others of that code from being easy, however small.
+    static_assert(kFloatMax * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
+    factor[threadIdx.x] = far ? float_of(kNanBits) : threadIdx.x == 0 ? kFloatMax : of_code;
   }
 };
 static_assert(NvConfig::kThreads == 128, "a code a thread");
 
 struct EasyScale {
+  float amax;
   uint32_t code;
   float factor;
   uint32_t largest;  // the bits of what the factor makes of amax
 
   __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
-      : code(encode_fp8<E4M3>(amax * scales.encode)),
+      : amax(amax),
+        code(encode_fp8<E4M3>(amax * scales.encode)),
         factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
         largest(bits_of(amax * factor)) {}
 
   // As integers, NaN and all that is below zero are past the limit.
   __device__ __forceinline__ bool for_halves() const { return largest < bits_of(CodeHalves::kLimit); }
-  __device__ __forceinline__ bool for_lines() const { return (largest & kAbsMask) < bits_of(CodeHalves::kLimit); }
+  __device__ __forceinline__ bool with_ties() const { return (largest & kAbsMask) < bits_of(CodeHalves::kLimit); }
+  // For pack_plain, NaN where that cannot be used.
+  __device__ __forceinline__ float for_plain(const PlaneScales& scales) const {
+    const float usual = reciprocal(decode_scale(code) * scales.global.decode) * scales.part;
+    if (code == 0u && amax == 0.0f) return scales.part;
+    return code != 0u && amax * usual < 6.9f ? usual : float_of(kNanBits);
+  }
 };
 
 // ---------------------------------------------------------------------------------------------- row plane
@@ -180,11 +175,13 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Plan
     }
   };
   if (__all_sync(kFullWarp, mine[0].for_halves() && mine[1].for_halves())) {
-    return write({mine[0].factor, mine[1].factor}, pack_by_halves);
+    return write({mine[0].factor, mine[1].factor}, pack_by_halves<false>);
   }
-  if (__all_sync(kFullWarp, mine[0].for_lines() && mine[1].for_lines())) {
-    return write({mine[0].factor, mine[1].factor}, pack_by_lines);
+  if (__all_sync(kFullWarp, mine[0].with_ties() && mine[1].with_ties())) {
+    return write({mine[0].factor, mine[1].factor}, pack_by_halves<true>);
   }
+  const float plain[2] = {mine[0].for_plain(from), mine[1].for_plain(from)};
+  if (__all_sync(kFullWarp, !is_nan(plain[0]) && !is_nan(plain[1]))) return write(plain, pack_plain);
   write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
         [](const uint32_t(&from)[4], float factor) {
           uint32_t word[4] = {from[0], from[1], from[2], from[3]};
@@ -217,12 +214,14 @@ __device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], con
 // Whether it could be done.
 __device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const PlaneScales& from, ColumnCodes& to) {
   const EasyScale scale(float_of(max_of_column(pair)), from);
-  const auto pack = [&](const auto& eight) {
-    to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
+  const auto pack = [&](const auto& eight, float factor) {
+    to = ColumnCodes{make_uint2(eight(pair, factor), eight(pair + 4, factor)), scale.code};
     return true;
   };
-  if (__all_sync(kFullWarp, scale.for_halves())) return pack(pack_by_halves);
-  return __all_sync(kFullWarp, scale.for_lines()) && pack(pack_by_lines);
+  if (__all_sync(kFullWarp, scale.for_halves())) return pack(pack_by_halves<false>, scale.factor);
+  if (__all_sync(kFullWarp, scale.with_ties())) return pack(pack_by_halves<true>, scale.factor);
+  const float plain = scale.for_plain(from);
+  return __all_sync(kFullWarp, !is_nan(plain)) && pack(pack_plain, plain);
 }
 
 // Column e of two that lie in words.
