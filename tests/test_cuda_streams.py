@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import QUANTIZERS, assert_same_storage, on, rng_for, varied
+from test_blocks_that_stay import BUILDS
+from test_producers import matrix
 
 import te_dist
 from te_dist import kernels
@@ -83,6 +85,14 @@ def test_how_many_launches_current_scaling_takes() -> None:
         assert ["amax" in name for name in found] == [True, False], found
         assert len(kernels_of(lambda quantizer=quantizer: quantizer.quantize(x[:128, :256]))) == 1
     found = kernels_of(lambda: te_dist.NVFP4Quantizer(with_rht=True).quantize(x))
+    assert ["amax" in name for name in found] == [True, False], found
+
+
+@pytest.mark.parametrize("build", [name for name in BUILDS if name != "plain"])
+def test_how_many_launches_current_scaling_takes_of_what_is_made(build: str) -> None:
+    producer = BUILDS[build](matrix(512, 640, torch.bfloat16).cuda())
+    quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3")
+    found = kernels_of(lambda: quantizer.quantize_produced(producer, producer.shape))
     assert ["amax" in name for name in found] == [True, False], found
 
 

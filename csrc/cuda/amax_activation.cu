@@ -57,12 +57,12 @@ __device__ __forceinline__ uint32_t activated_magnitude(Activation kind, uint32_
 
 __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlocksPerSm)
     amax_activation_kernel(const uint4* data, int64_t rows, int64_t vectors, int64_t stride, int64_t chunks,
-                           Activation kind, float* amax, bool accumulate, const float* noop) {
+                           Activation kind, Raise raise) {
   constexpr int kWarps = StretchConfig::kThreads / 32;
   constexpr int kUnroll = StretchConfig::kUnroll;
   __shared__ uint32_t scratch[kWarps];
-  if (is_noop(noop)) return;
-  ZeroFirst zero(!accumulate, amax, nullptr);
+  if (is_noop(raise.noop)) return;
+  ZeroFirst zero(raise);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const uint32_t behind = trough_of(kind) + 1u;
   const uint32_t minus_behind = (0x10000u - behind) * 0x10001u;
@@ -94,12 +94,12 @@ __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlock
   if (threadIdx.x != 0) return;
   const uint32_t positive = max(activated_magnitude(kind, a), activated_magnitude(kind, d));
   const uint32_t negative = max(activated_magnitude(kind, b), activated_magnitude(kind, c));
-  atomic_amax(amax, float_of(max(positive, negative)));
+  atomic_amax(raise.first, float_of(max(positive, negative)));
 }
 
 }  // namespace
 
-bool launch_amax_activation(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane) {
+bool launch_amax_activation(const Source& x, const Raise& raise, bool accumulate, Lane lane) {
   if (x.kind != Produce::kActivation || x.gated || x.bias.data != nullptr) return false;
   const bool one_row = x.rows == 1 || x.stride == x.cols;
   const int64_t rows = one_row ? 1 : x.rows;
@@ -107,9 +107,9 @@ bool launch_amax_activation(const Source& x, float* amax, bool accumulate, const
   const int64_t chunks = ceil_div(vectors, StretchConfig::kChunk);
   const int64_t wanted = ceil_div(rows * chunks, StretchConfig::kThreads / 32);
   const int64_t most = static_cast<int64_t>(multiprocessors()) * StretchConfig::kBlocksPerSm;
-  launch_together(!accumulate, "amax_activation_kernel", amax_activation_kernel, grid_size(smaller(wanted, most)),
-                  StretchConfig::kThreads, 0, lane, static_cast<const uint4*>(x.data), rows, vectors, x.stride / 8,
-                  chunks, x.activation, amax, accumulate, noop);
+  const Grid grid{grid_size(smaller(wanted, most)), StretchConfig::kThreads};
+  launch_raising("amax_activation_kernel", amax_activation_kernel, grid, raise, accumulate, lane,
+                 static_cast<const uint4*>(x.data), rows, vectors, x.stride / 8, chunks, x.activation);
   return true;
 }
 

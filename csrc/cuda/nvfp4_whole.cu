@@ -20,13 +20,13 @@ struct NvWhole {
 // ---------------------------------------------------------------------------------------------- codes
 // The bits of a fp16 number, up to the first one behind the point, are E2M1's code, if fp16's smallest normal number,
 // 2^-14, stands for 1; below it, both formats count evenly. So a code is (bits + 256) / 512 of bits that were rounded
-// towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go up, and those
-// at 0.25, 1.25, 2.5 and 5 should not.
+// towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go up, and
+// those at 0.25, 1.25, 2.5 and 5 should not.
 //
-// Where a block can meet those, its values are made a little smaller, by kBelow. A tie is now the fp16 number below, and
-// one more is added to the bits of those that should go up: where the code below is odd. That would also raise others
-// that are cut off to the same number. A block has few values near ties, and whether it has such ones is known
-// (PlaneScales); if it has, the codes are made one by one.
+// Where a block can meet those, its values are made a little smaller, by kBelow. A tie is now the fp16 number below,
+// and one more is added to the bits of those that should go up: where the code below is odd. That would also raise
+// others that are cut off to the same number. A block has few values near ties, and whether it has such ones is known
+// (factor_for_halves); if it has, its codes are made one by one.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
   static constexpr float kLimit = 6.9f * kFirst;
