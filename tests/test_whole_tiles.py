@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -112,23 +113,27 @@ def test_nvfp4_codes_by_halves() -> None:
     assert downwards.sum() == 4
 
 
-def test_nvfp4_codes_where_ties_go_down() -> None:
-    """The same, of values that are made a little smaller: right for all but those that come to lie between a tie that
-    goes up and the fp16 number below it."""
+@pytest.mark.parametrize("raised", ["odd", "all"])
+def test_nvfp4_codes_where_ties_go_down(raised: str) -> None:
+    """The same, of values that are made a little smaller, and raised by one fp16 step where the code below is odd, or
+    where it is not 0. The kernel's condition for that: wrong are those that come to lie between a tie and the step
+    below it and should go down, and those that fall below a tie and should not."""
     values = values_around_codes()
-    scaled = (values * torch.tensor(1 - 2.0**-21)).double() / 2**14
+    smaller = values * torch.tensor(1 - 2.0**-21)
+    scaled = smaller.double() / 2**14
     nearest = scaled.half()
     bits = nearest.view(torch.int16).int() - (nearest.double() > scaled).int()
-    bits += bits // 512 % 2
-    ties_up = torch.tensor([0.75, 1.75, 3.5])
-    steps = torch.tensor([2.0**-10, 2.0**-10, 2.0**-9])
-    between = ((values[:, None] < ties_up) & (values[:, None] * (1 - 2.0**-21) >= ties_up - steps)).any(1)
-    above = torch.zeros_like(between)  # and those that pass a tie that goes down
-    for tie in (0.25, 1.25, 2.5, 5.0):
-        above |= (values > tie) & (scaled * 2**14 < tie)
+    code = bits // 512
+    bits += code % 2 if raised == "odd" else (code > 0).int()
+    wrong = torch.zeros_like(values, dtype=torch.bool)
+    for below, tie in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        goes_up = (values > tie) if below % 2 == 0 else (values >= tie)
+        is_raised = below % 2 == 1 if raised == "odd" else below > 0
+        step = 2.0**-10 * max(1, 2 ** int(math.log2(tie))) if is_raised else 0.0
+        wrong |= goes_up != (smaller.double() >= tie - step)
     right = (bits + 256) // 512 == reference.encode_e2m1(values).int()
-    assert torch.equal(right, ~(between | above))
-    assert right.sum() > 100_000 and (~right).sum() > 1000
+    assert torch.equal(right, ~wrong)
+    assert right.sum() > 100_000 and wrong.sum() > 1000
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht", "nvfp4_rht_plain_signs"])

@@ -25,8 +25,9 @@ struct NvWhole {
 //
 // Where a block can meet those, its values are made a little smaller, by kBelow. A tie is now the fp16 number below,
 // and one more is added to the bits of those that should go up: where the code below is odd. That would also raise
-// others that are cut off to the same number. A block has few values near ties, and whether it has such ones is known
-// (factor_for_halves); if it has, its codes are made one by one.
+// others that are cut off to the same number, and not those that lie so little above 1.25, 2.5 and 5 that they fell
+// below. A block has few values near ties, and which ones is known (factor_for_halves). With the second kind, one more
+// is added to all bits but those below 0.5. What neither does right takes the long way.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
   static constexpr float kLimit = 6.9f * kFirst;
@@ -44,16 +45,26 @@ __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_
   return (set & where) | (clear & ~where);
 }
 
-// Eight bf16 values. factor: times CodeHalves::kFirst, below zero where ties may be met that go down, if kTies;
-// nothing scales past 6.9.
-template <bool kTies>
+enum class Ties { kNone, kOdd, kAll };  // that blocks may meet, which go down, and who of their neighbours goes up
+
+__device__ __forceinline__ Ties ties_of(float factor) {
+  if (bits_of(factor) >> 31 == 0) return Ties::kNone;
+  return bits_of(factor) % 2 == 0 ? Ties::kOdd : Ties::kAll;
+}
+
+// Eight bf16 values. factor: times CodeHalves::kFirst; what its sign and its last bit say of ties is no more than
+// `kMost`. Nothing scales past 6.9.
+template <Ties kMost>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
-  const uint32_t odd_code = bits_of(factor) >> 31 != 0 ? 0x00010001u : 0u;
-  if (kTies) factor = fabsf(factor);
+  const uint32_t odd_ones = ties_of(factor) != Ties::kNone ? 0x00010001u : 0u;
+  const uint32_t all = ties_of(factor) == Ties::kAll ? 0x00010001u : 0u;
+  if (kMost != Ties::kNone) factor = fabsf(factor);
   const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
   const auto two = [&](int i) {
     const uint32_t bits = cut_to_halves(at(i), at(i + 2));
-    return kTies ? bits + (bits >> 9 & odd_code) : bits;
+    if (kMost == Ties::kNone) return bits;
+    const uint32_t up = bits >> 9 & odd_ones;
+    return bits + (kMost == Ties::kAll ? up | ((bits >> 10 | bits >> 11) & all) : up);
   };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t even = __byte_perm(two(0), two(4), 0x7531);
@@ -64,40 +75,44 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
 }
 
 // ---------------------------------------------------------------------------------------------- scales
-// The factor for pack_by_halves, without CodeHalves::kFirst. decode: about 1 / exact. Powers of two do not matter, so
-// that there are four ties, two of each kind, and next to each of them, divided by the factor, one value.
+// The factor for pack_by_halves, without CodeHalves::kFirst; NaN: there is none. decode: about 1 / exact. Powers of two
+// do not matter, so that there are four ties, two of each kind, and next to each of them, divided by the factor, one
+// value.
 __device__ __forceinline__ float factor_for_halves(float decode, float exact) {
   const auto nearest = [&](float tie) { return float_of((bits_of(tie * decode) + 0x8000u) & 0xFFFF0000u); };
-  const float down[2] = {nearest(1.0f), nearest(1.25f)};
-  if (down[0] * exact != 1.0f && down[1] * exact != 1.25f) return exact;
-  const float below = exact * CodeHalves::kBelow;
-  const auto goes_down = [&](int i, float tie) { return (down[i] * below >= tie) == (down[i] * exact > tie); };
-  // fp16's numbers are 2^-10 apart, both at 0.75 and at 1.75.
-  const auto goes_up = [&](float tie, float step) {
-    const float value = nearest(tie);
-    return (value * below >= tie - step) == (value * exact >= tie);
+  const float low[2] = {nearest(1.0f), nearest(1.25f)};
+  if (low[0] * exact != 1.0f && low[1] * exact != 1.25f) return exact;
+  const float high[2] = {nearest(1.5f), nearest(1.75f)};
+  // fp16's numbers are 2^-10 apart, at 0.75 and at 1.25 and 1.75 alike.
+  constexpr float kStep = 1.0f / 1024.0f;
+  const auto right = [&](float below, bool all) {
+    return (low[0] * below >= 1.0f) == (low[0] * exact > 1.0f) &&
+           (low[1] * below >= 1.25f - (all ? kStep : 0.0f)) == (low[1] * exact > 1.25f) &&
+           (high[0] * below >= 1.5f - 2.0f * kStep) == (high[0] * exact >= 1.5f) &&
+           (high[1] * below >= 1.75f - kStep) == (high[1] * exact >= 1.75f);
   };
-  const bool right =
-      goes_down(0, 1.0f) && goes_down(1, 1.25f) && goes_up(1.5f, 1.0f / 512.0f) && goes_up(1.75f, 1.0f / 1024.0f);
-  return right ? -below : float_of(kNanBits);
+  const uint32_t below = bits_of(exact * CodeHalves::kBelow);
+  const float odd = float_of(below & ~1u);
+  if (right(odd, false)) return -odd;
+  const float all = float_of(below | 1u);
+  return right(all, true) ? -all : float_of(kNanBits);
 }
 
 // What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
-// times CodeHalves::kFirst. It is below zero where the values can meet ties that go down, and NaN where pack_by_halves
-// cannot be used: where it says so, and where powers of two do not commute with roundings.
+// times CodeHalves::kFirst. It is NaN where pack_by_halves cannot be used: where factor_for_halves says so, and where
+// powers of two do not commute with roundings.
 struct PlaneScales {
   Nvfp4Global global;
   float encode;  // turns a magnitude into a scale
-  float part;    // of what magnitudes and values are; NaN where all factors are
   float factor[128];
 
   // By all threads, when `global` is there. quarter: magnitudes and values are four times what they should be.
   __device__ __forceinline__ void fill(bool quarter) {
-    const float share = quarter ? 0.25f : 1.0f;
+    const float part = quarter ? 0.25f : 1.0f;
     const bool far = !(global.encode_sixth > 0x1p-90f && global.encode_sixth < 0x1p+90f);
-    if (threadIdx.x == 0) encode = global.encode_sixth * share, part = far ? float_of(kNanBits) : share;
+    if (threadIdx.x == 0) encode = global.encode_sixth * part;
     const float decode = decode_scale(threadIdx.x) * global.decode;
-    const float of_code = factor_for_halves(decode, reciprocal(decode)) * (share * CodeHalves::kFirst);
+    const float of_code = factor_for_halves(decode, reciprocal(decode)) * (part * CodeHalves::kFirst);
     // The factor of zeros keeps all others of that code from being easy, however small.
     static_assert(kFloatMax * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
     factor[threadIdx.x] = far ? float_of(kNanBits) : threadIdx.x == 0 ? kFloatMax : of_code;
@@ -106,25 +121,20 @@ struct PlaneScales {
 static_assert(NvConfig::kThreads == 128, "a code a thread");
 
 struct EasyScale {
-  float amax;
   uint32_t code;
   float factor;
   uint32_t largest;  // the bits of what the factor makes of amax
 
   __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
-      : amax(amax),
-        code(encode_fp8<E4M3>(amax * scales.encode)),
+      : code(encode_fp8<E4M3>(amax * scales.encode)),
         factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
         largest(bits_of(amax * factor)) {}
 
-  // As integers, NaN and all that is below zero are past the limit.
-  __device__ __forceinline__ bool for_halves() const { return largest < bits_of(CodeHalves::kLimit); }
-  __device__ __forceinline__ bool with_ties() const { return (largest & kAbsMask) < bits_of(CodeHalves::kLimit); }
-  // For pack_plain, NaN where that cannot be used.
-  __device__ __forceinline__ float for_plain(const PlaneScales& scales) const {
-    const float usual = reciprocal(decode_scale(code) * scales.global.decode) * scales.part;
-    if (code == 0u && amax == 0.0f) return scales.part;
-    return code != 0u && amax * usual < 6.9f ? usual : float_of(kNanBits);
+  // Whether pack_by_halves can be used, for ties up to `most`. As integers, NaN and all that is below zero are past the
+  // limit.
+  __device__ __forceinline__ bool is_easy(Ties most) const {
+    if (most == Ties::kNone) return largest < bits_of(CodeHalves::kLimit);
+    return (largest & kAbsMask) < bits_of(CodeHalves::kLimit) && (most == Ties::kAll || ties_of(factor) != Ties::kAll);
   }
 };
 
@@ -174,14 +184,13 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Plan
       to += pitch;
     }
   };
-  if (__all_sync(kFullWarp, mine[0].for_halves() && mine[1].for_halves())) {
-    return write({mine[0].factor, mine[1].factor}, pack_by_halves<false>);
-  }
-  if (__all_sync(kFullWarp, mine[0].with_ties() && mine[1].with_ties())) {
-    return write({mine[0].factor, mine[1].factor}, pack_by_halves<true>);
-  }
-  const float plain[2] = {mine[0].for_plain(from), mine[1].for_plain(from)};
-  if (__all_sync(kFullWarp, !is_nan(plain[0]) && !is_nan(plain[1]))) return write(plain, pack_plain);
+  const float factors[2] = {mine[0].factor, mine[1].factor};
+  const auto all_easy = [&](Ties most) {
+    return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
+  };
+  if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
+  if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
   write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
         [](const uint32_t(&from)[4], float factor) {
           uint32_t word[4] = {from[0], from[1], from[2], from[3]};
@@ -214,14 +223,14 @@ __device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], con
 // Whether it could be done.
 __device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const PlaneScales& from, ColumnCodes& to) {
   const EasyScale scale(float_of(max_of_column(pair)), from);
-  const auto pack = [&](const auto& eight, float factor) {
-    to = ColumnCodes{make_uint2(eight(pair, factor), eight(pair + 4, factor)), scale.code};
+  const auto pack = [&](const auto& eight) {
+    to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
     return true;
   };
-  if (__all_sync(kFullWarp, scale.for_halves())) return pack(pack_by_halves<false>, scale.factor);
-  if (__all_sync(kFullWarp, scale.with_ties())) return pack(pack_by_halves<true>, scale.factor);
-  const float plain = scale.for_plain(from);
-  return __all_sync(kFullWarp, !is_nan(plain)) && pack(pack_plain, plain);
+  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
+  if (all_easy(Ties::kNone)) return pack(pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return pack(pack_by_halves<Ties::kOdd>);
+  return all_easy(Ties::kAll) && pack(pack_by_halves<Ties::kAll>);
 }
 
 // Column e of two that lie in words.
