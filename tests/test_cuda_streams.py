@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from cases import QUANTIZERS, assert_same_storage, on, rng_for, varied
-from test_blocks_that_stay import BUILDS
-from test_producers import matrix
 
 import te_dist
 from te_dist import kernels
@@ -16,7 +12,7 @@ from te_dist import kernels
 pytestmark = pytest.mark.cuda
 
 
-# One that a single block finds the amax of, and one that takes many, which wait for each other.
+# One that a single block finds the amax of, and one that takes many.
 SHAPES = ((144, 272), (1040, 1056))
 
 
@@ -63,41 +59,7 @@ def test_a_side_stream_orders_the_work() -> None:
     assert torch.equal(storage.dequantize(), torch.full_like(x, 3.0))
 
 
-def kernels_of(call: Callable[[], object]) -> list[str]:
-    """The names of the kernels that a call launches, the second time."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [event.name for event in on_device]
-
-
-def test_how_many_launches_current_scaling_takes() -> None:
-    """The amax and the cast are one each, however large the tensor; a few tiles are one altogether."""
-    x = varied((2048, 2048), torch.bfloat16).cuda()
-    amax = torch.empty(1, device="cuda")
-    assert len(kernels_of(lambda: kernels.amax(x, amax))) == 1
-    for usage in ({"columnwise": False}, {}):
-        quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3", **usage)
-        found = kernels_of(lambda quantizer=quantizer: quantizer.quantize(x))
-        assert ["amax" in name for name in found] == [True, False], found
-        assert len(kernels_of(lambda quantizer=quantizer: quantizer.quantize(x[:128, :256]))) == 1
-    found = kernels_of(lambda: te_dist.NVFP4Quantizer(with_rht=True).quantize(x))
-    assert ["amax" in name for name in found] == [True, False], found
-
-
-@pytest.mark.parametrize("build", [name for name in BUILDS if name != "plain"])
-def test_how_many_launches_current_scaling_takes_of_what_is_made(build: str) -> None:
-    producer = BUILDS[build](matrix(512, 640, torch.bfloat16).cuda())
-    quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3")
-    found = kernels_of(lambda: quantizer.quantize_produced(producer, producer.shape))
-    assert ["amax" in name for name in found] == [True, False], found
-
-
 def test_amaxes_of_several_streams_at_once() -> None:
-    """Blocks that wait for each other are all there at once, beside those of other streams."""
     streams = [torch.cuda.Stream() for _ in range(4)]
     inputs = [varied((2048, 2048), torch.bfloat16, seed).cuda() * 3.0**seed for seed in range(4)]
     found = [torch.full((20,), -1.0, device="cuda") for _ in streams]

@@ -18,6 +18,13 @@ struct AmaxConfig {
   static constexpr int kSingleBlockChunks = 64;  // up to here one block does all, and spares a launch that zeroes
 };
 
+struct AmaxResult {
+  float* first;
+  float* second;    // may be null
+  bool direct;      // one block only: it stores, nobody had to zero
+  bool accumulate;  // of interest to a direct store only
+};
+
 // The elements of a row outside its whole vectors.
 template <typename T>
 __device__ __forceinline__ uint32_t max_of_ends(uint32_t word, const T* row, int64_t cols, int64_t head,
@@ -58,25 +65,19 @@ __device__ __forceinline__ uint32_t max_of_chunk(uint32_t word, const T* row, in
   return word;
 }
 
-enum class Result {
-  kStore,   // one block only, which has all
-  kLarger,  // the same, or what is there, if that is larger
-  kRaise,
-};
-
-__device__ __forceinline__ void store_amax(float* amax, float value, Result how) {
-  if (how == Result::kRaise) return atomic_amax(amax, value);
-  const uint32_t before = how == Result::kLarger ? bits_of(*amax) & kAbsMask : 0u;
+__device__ __forceinline__ void store_amax(float* amax, float value, const AmaxResult& result) {
+  if (!result.direct) return atomic_amax(amax, value);
+  const uint32_t before = result.accumulate ? bits_of(*amax) & kAbsMask : 0u;
   *amax = amax_of_bits(max(before, bits_of(value)));
 }
 
 template <typename T>
 __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm)
-    amax_kernel(const T* data, int64_t rows, int64_t cols, int64_t stride, int64_t chunks, Result how, Raise raise) {
+    amax_kernel(const T* data, int64_t rows, int64_t cols, int64_t stride, int64_t chunks, AmaxResult result,
+                const float* noop) {
   constexpr int kWarps = AmaxConfig::kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
-  if (is_noop(raise.noop)) return;
-  ZeroFirst zero(raise);
+  if (is_noop(noop)) return;
   const int lane = threadIdx.x % 32;
   const int64_t items = rows * chunks;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
@@ -87,11 +88,10 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
     word = max_of_chunk(word, data + row * stride, cols, item - row * chunks, lane);
   }
   const uint32_t raw = block_max<AmaxConfig::kThreads>(Words<T>::fold(word), scratch);
-  zero.wait();
   if (threadIdx.x != 0) return;
   const float value = Words<T>::to_float_of_raw(raw);
-  store_amax(raise.first, value, how);
-  if (raise.second != nullptr) store_amax(raise.second, value, how);
+  store_amax(result.first, value, result);
+  if (result.second != nullptr) store_amax(result.second, value, result);
 }
 
 __global__ void amax_reset_kernel(float* first, float* second, const float* noop) {
@@ -119,10 +119,9 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
     const bool direct = rows * chunks <= AmaxConfig::kSingleBlockChunks;
     const int64_t most = static_cast<int64_t>(multiprocessors()) * AmaxConfig::kBlocksPerSm;
     const int blocks = direct ? 1 : grid_size(smaller(wanted, most));
-    const Result how = !direct ? Result::kRaise : accumulate ? Result::kLarger : Result::kStore;
-    const Grid grid{blocks, AmaxConfig::kThreads};
-    launch_raising("amax_kernel", amax_kernel<T>, grid, Raise{first, second, false, noop}, direct || accumulate, lane,
-                   static_cast<const T*>(x.data), rows, cols, x.stride, chunks, how);
+    if (!direct && !accumulate) launch_amax_reset(first, second, noop, lane);
+    launch("amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, lane, static_cast<const T*>(x.data),
+           rows, cols, x.stride, chunks, AmaxResult{first, second, direct, accumulate}, noop);
   });
 }
 

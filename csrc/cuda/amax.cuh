@@ -1,48 +1,26 @@
 // The amax launcher, shared by amax() and by NVFP4's global amaxes.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "common.cuh"
 
 namespace te_dist {
 namespace cuda {
 
-struct Made;
-
-// What an amax kernel's blocks raise at their end.
-struct Raise {
-  float* first;
-  float* second;  // may be null
-  bool zero;      // ZeroFirst has to, before that
-  const float* noop;
-};
-
-// Zeroes up to two amaxes on the stream (a null one is skipped), unless noop says otherwise.
+// Zeroes up to two amaxes on the stream (a null one is skipped), unless noop says otherwise. A launch of its own:
+// block 0 could do it while others read, if all blocks were on the GPU at once. But such a (cooperative) launch does
+// not start beside a collective that holds some multiprocessors, and that may wait for what another rank has yet to
+// start.
 void launch_amax_reset(float* first, float* second, const float* noop, Lane lane);
 
 // Writes the amax of x to both destinations; second may be null.
 void launch_amax(const Input& x, float* first, float* second, bool accumulate, const float* noop, Lane lane);
 
-// The amax of a matrix that is made on the fly.
+// The same of a matrix that is made on the fly.
 void launch_amax_made(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
 
 // The same of an activation without bias or gate, whose operand is fused (check::fused); false: x is something
-// else.
-bool launch_amax_activation(const Source& x, const Raise& raise, bool accumulate, Lane lane);
-
-// The same of a norm. `make_stats`: x.mean and x.rstd are written, else read; x.order says the same.
-void launch_amax_norm(const Made& x, bool make_stats, const Raise& raise, bool accumulate, Lane lane);
-void launch_amax_norm_patches(const Made& x, float* amax, const float* noop, Lane lane);  // raises what is there
-
-// Starts kernel(arguments..., raise), which raises amaxes behind zeros, or what is there if they accumulate.
-template <typename Kernel, typename... Arguments>
-void launch_raising(const char* name, Kernel kernel, const Grid& grid, Raise raise, bool accumulate, Lane lane,
-                    const Arguments&... arguments) {
-  raise.zero = !accumulate && fits_at_once(kernel, grid);
-  if (!accumulate && !raise.zero) launch_amax_reset(raise.first, raise.second, raise.noop, lane);
-  launch_grid(name, kernel, grid, raise.zero, lane, arguments..., raise);
-}
+// else. Raises what is in `amax`.
+bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane);
 
 // `word` of raw magnitudes and 16 bytes of elements.
 template <typename T>
@@ -65,28 +43,6 @@ __device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {
   }
   return raw;
 }
-
-// Zeroes what a launch is to raise, in that launch, which saves one before it: block 0 does, while all others are
-// reading. The blocks are all there at once (launch_raising). Made and waited for by all threads.
-class ZeroFirst {
- public:
-  __device__ __forceinline__ explicit ZeroFirst(const Raise& raise) : raise_(raise) {
-    if (!raise_.zero) return;
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      if (raise_.first != nullptr) *raise_.first = 0.0f;
-      if (raise_.second != nullptr) *raise_.second = 0.0f;
-    }
-    token_ = cooperative_groups::this_grid().barrier_arrive();
-  }
-  __device__ __forceinline__ void wait() {
-    if (raise_.zero) cooperative_groups::this_grid().barrier_wait(static_cast<Token&&>(token_));
-  }
-
- private:
-  using Token = cooperative_groups::grid_group::arrival_token;
-  const Raise& raise_;
-  Token token_ = 0;
-};
 
 // Magnitude bits are ordered as unsigned integers, NaN above all, so the integer atomic is the float maximum.
 __device__ __forceinline__ void atomic_amax(float* amax, float value) {

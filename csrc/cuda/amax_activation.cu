@@ -57,12 +57,11 @@ __device__ __forceinline__ uint32_t activated_magnitude(Activation kind, uint32_
 
 __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlocksPerSm)
     amax_activation_kernel(const uint4* data, int64_t rows, int64_t vectors, int64_t stride, int64_t chunks,
-                           Activation kind, Raise raise) {
+                           Activation kind, float* amax, const float* noop) {
   constexpr int kWarps = StretchConfig::kThreads / 32;
   constexpr int kUnroll = StretchConfig::kUnroll;
   __shared__ uint32_t scratch[kWarps];
-  if (is_noop(raise.noop)) return;
-  ZeroFirst zero(raise);
+  if (is_noop(noop)) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const uint32_t behind = trough_of(kind) + 1u;
   const uint32_t minus_behind = (0x10000u - behind) * 0x10001u;
@@ -90,16 +89,15 @@ __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlock
   const uint32_t b = largest_half(found.b, scratch) + behind;
   const uint32_t c = ~largest_half(~found.c, scratch) + behind;
   const uint32_t d = largest_half(found.d, scratch);
-  zero.wait();
   if (threadIdx.x != 0) return;
   const uint32_t positive = max(activated_magnitude(kind, a), activated_magnitude(kind, d));
   const uint32_t negative = max(activated_magnitude(kind, b), activated_magnitude(kind, c));
-  atomic_amax(raise.first, float_of(max(positive, negative)));
+  atomic_amax(amax, float_of(max(positive, negative)));
 }
 
 }  // namespace
 
-bool launch_amax_activation(const Source& x, const Raise& raise, bool accumulate, Lane lane) {
+bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane) {
   if (x.kind != Produce::kActivation || x.gated || x.bias.data != nullptr) return false;
   const bool one_row = x.rows == 1 || x.stride == x.cols;
   const int64_t rows = one_row ? 1 : x.rows;
@@ -107,9 +105,9 @@ bool launch_amax_activation(const Source& x, const Raise& raise, bool accumulate
   const int64_t chunks = ceil_div(vectors, StretchConfig::kChunk);
   const int64_t wanted = ceil_div(rows * chunks, StretchConfig::kThreads / 32);
   const int64_t most = static_cast<int64_t>(multiprocessors()) * StretchConfig::kBlocksPerSm;
-  const Grid grid{grid_size(smaller(wanted, most)), StretchConfig::kThreads};
-  launch_raising("amax_activation_kernel", amax_activation_kernel, grid, raise, accumulate, lane,
-                 static_cast<const uint4*>(x.data), rows, vectors, x.stride / 8, chunks, x.activation);
+  launch("amax_activation_kernel", amax_activation_kernel, grid_size(smaller(wanted, most)),
+         StretchConfig::kThreads, lane, static_cast<const uint4*>(x.data), rows, vectors, x.stride / 8, chunks,
+         x.activation, amax, noop);
   return true;
 }
 

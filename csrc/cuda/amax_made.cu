@@ -9,11 +9,10 @@ namespace cuda {
 namespace {
 
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
-    amax_made_kernel(const __grid_constant__ Made x, Raise raise) {
+    amax_made_kernel(const __grid_constant__ Made x, float* amax, const float* noop) {
   extern __shared__ uint4 memory[];
   __shared__ uint32_t maxima[TileConfig::kThreads / 32];
-  if (is_noop(raise.noop)) return;
-  ZeroFirst zero(raise);
+  if (is_noop(noop)) return;
   uint32_t word = 0u;
   for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace&, bool) {
@@ -23,8 +22,7 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
                        }
                      });
   const uint32_t raw = block_max<TileConfig::kThreads>(Words<bf16_t>::fold(word), maxima);
-  zero.wait();
-  if (threadIdx.x == 0) atomic_amax(raise.first, Words<bf16_t>::to_float_of_raw(raw));
+  if (threadIdx.x == 0) atomic_amax(amax, Words<bf16_t>::to_float_of_raw(raw));
 }
 
 }  // namespace
@@ -33,11 +31,10 @@ void launch_amax_made(const Source& x, float* amax, bool accumulate, const float
   TED_CHECK(x.partials == nullptr, "amax makes no column sums: the cast that follows does");
   TED_CHECK(x.kind != Produce::kPlain, "the amax of a matrix in memory is not made");
   const Made made = made_of(x, true);
-  const Raise raise{amax, nullptr, false, noop};
-  if (launch_amax_activation(x, raise, accumulate, lane)) return;
-  if (x.kind == Produce::kNorm) return launch_amax_norm(made, x.make_stats, raise, accumulate, lane);
-  const Grid grid = made_grid(amax_made_kernel, made);
-  launch_raising("amax_made_kernel", amax_made_kernel, grid, raise, accumulate, lane, made);
+  if (!accumulate) launch_amax_reset(amax, nullptr, noop, lane);
+  if (launch_amax_activation(x, amax, noop, lane)) return;
+  if (x.kind == Produce::kNorm) return launch_amax_norm(made, x.make_stats, amax, noop, lane);
+  launch_made("amax_made_kernel", amax_made_kernel, made, lane, amax, noop);
 }
 
 }  // namespace cuda

@@ -8,10 +8,9 @@ namespace {
 
 template <bool kCentered, int kVectors, int kHeld>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<kVectors>)
-    amax_norm_kernel(const __grid_constant__ Made x, bool make_stats, Raise raise) {
+    amax_norm_kernel(const __grid_constant__ Made x, bool make_stats, float* amax, const float* noop) {
   extern __shared__ float4 memory[];
-  if (is_noop(raise.noop)) return;
-  ZeroFirst zero(raise);
+  if (is_noop(noop)) return;
   using Held = TeamRow<kVectors, kHeld>;
   using W = Words<bf16_t>;
   const int rank = RowTeam::rank();
@@ -28,30 +27,27 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
         }
       },
       [](int64_t) {});
-  zero.wait();
-  raise_amax_by_warps<bf16_t>(raise.first, largest);
+  raise_amax_by_warps<bf16_t>(amax, largest);
 }
 
 template <int kVectors, int kHeld>
-void launch_held(const Made& x, bool make_stats, const Raise& raise, bool accumulate, Lane lane) {
+void launch_held(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane) {
   const auto kernel = x.centered ? amax_norm_kernel<true, kVectors, kHeld> : amax_norm_kernel<false, kVectors, kHeld>;
-  const Grid grid = norm_rows_grid<kVectors, kHeld>(kernel, x);
-  launch_raising("amax_norm_kernel", kernel, grid, raise, accumulate, lane, x, make_stats);
+  launch_norm_rows<kVectors, kHeld>("amax_norm_kernel", kernel, x, lane, make_stats, amax, noop);
 }
 
 }  // namespace
 
-void launch_amax_norm(const Made& x, bool make_stats, const Raise& raise, bool accumulate, Lane lane) {
+void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane) {
   // Rows that fit no registers wait for their statistics in L2.
   if (x.cols > NormRowsConfig::kLongColumns || (!x.centered && x.biased)) {
-    if (!accumulate) launch_amax_reset(raise.first, nullptr, raise.noop, lane);
-    return launch_amax_norm_patches(x, raise.first, raise.noop, lane);
+    return launch_amax_norm_patches(x, amax, noop, lane);
   }
   if (x.cols > NormRowsConfig::kColumns) {
-    return launch_held<NormRowsConfig::kLongVectors, 1>(x, make_stats, raise, accumulate, lane);
+    return launch_held<NormRowsConfig::kLongVectors, 1>(x, make_stats, amax, noop, lane);
   }
   with_held_rows(x.cols, [&](auto held) {
-    launch_held<NormRowsConfig::kVectors, held>(x, make_stats, raise, accumulate, lane);
+    launch_held<NormRowsConfig::kVectors, held>(x, make_stats, amax, noop, lane);
   });
 }
 

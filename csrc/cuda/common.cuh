@@ -34,29 +34,6 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
-struct Grid {
-  int blocks;
-  int threads;
-  int bytes = 0;  // of dynamic shared memory
-};
-
-// together: all blocks are on the GPU at once, so that they can wait for each other (fits_at_once).
-template <typename... Parameters, typename... Arguments>
-void launch_grid(const char* name, void (*kernel)(Parameters...), const Grid& grid, bool together, Lane lane,
-                 const Arguments&... arguments) {
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-  config.dynamicSmemBytes = static_cast<std::size_t>(grid.bytes);
-  config.stream = stream_of(lane);
-  config.attrs = &cooperative;
-  config.numAttrs = together ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
-}
-
 // A number that the current device has more than none of. Asked for at every launch, so remembered. Two threads that
 // race here store the same number.
 template <cudaDeviceAttr kWhat>
@@ -73,17 +50,6 @@ int device_attribute() {
 }
 
 int multiprocessors();  // of the current device, or as few as limit_multiprocessors says
-
-// Whether a kernel's blocks can all be on the GPU at once.
-template <typename Kernel>
-bool fits_at_once(Kernel kernel, const Grid& grid) {
-  int each = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, grid.threads,
-                                                           static_cast<std::size_t>(grid.bytes)),
-             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return grid.blocks <= static_cast<int64_t>(each) * device_attribute<cudaDevAttrMultiProcessorCount>();
-}
-
 inline bool has_clusters() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 inline bool aligned(const void* pointer, int bytes) {

@@ -139,22 +139,18 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
   }
 }
 
-// Of a kernel that holds kHeld rows at once as kVectors vectors a thread.
-template <int kVectors, int kHeld, typename Kernel>
-Grid norm_rows_grid(Kernel kernel, const Made& x) {
+// Starts kernel(x, arguments...), which holds kHeld rows at once as kVectors vectors a thread.
+template <int kVectors, int kHeld, typename Kernel, typename... Arguments>
+void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
   constexpr int kMostBytes = TeamRow<kVectors, kHeld>::kColumns * 2 * static_cast<int>(sizeof(float));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for gains");
   const int bytes = x.centered ? kMostBytes : kMostBytes / 2;
   constexpr int kBlockRows = NormRowsConfig::kTeams * NormRowsConfig::kRows;
   const int64_t most = static_cast<int64_t>(multiprocessors()) * NormRowsConfig::kBlocksPerSm<kVectors>;
-  return Grid{grid_size(smaller(ceil_div(x.rows, kBlockRows), most)), NormRowsConfig::kThreads, bytes};
-}
-
-// Starts kernel(x, arguments...).
-template <int kVectors, int kHeld, typename Kernel, typename... Arguments>
-void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
-  launch_grid(name, kernel, norm_rows_grid<kVectors, kHeld>(kernel, x), false, lane, x, arguments...);
+  const int blocks = grid_size(smaller(ceil_div(x.rows, kBlockRows), most));
+  kernel<<<blocks, NormRowsConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
+  check_launch(name);
 }
 
 // go(how many rows to hold at once, as a constant) for rows of up to NormRowsConfig::kColumns.
@@ -172,6 +168,10 @@ inline bool by_rows(const Made& x) {
   return x.kind == Produce::kNorm && x.partials == nullptr && x.cols <= NormRowsConfig::kColumns &&
          (x.centered || x.bias.data == nullptr);
 }
+
+// Both raise what is in `amax`. `make_stats`: x.mean and x.rstd are written, else read; x.order says the same.
+void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane);
+void launch_amax_norm_patches(const Made& x, float* amax, const float* noop, Lane lane);
 
 }  // namespace cuda
 }  // namespace te_dist

@@ -43,11 +43,11 @@ __device__ __forceinline__ uint32_t transformed_amax(const NvPatch<T>& patch, in
 // Both global amaxes where the column path is transformed. A warp takes 16 rows x 512 bytes at a time.
 template <typename T>
 __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksPerSm)
-    nvfp4_amax_kernel(NvInput<T> x, unsigned across, unsigned items, uint32_t signs, Raise raise) {
+    nvfp4_amax_kernel(NvInput<T> x, unsigned across, unsigned items, uint32_t signs, float* amax_row,
+                      float* amax_col, const float* noop) {
   constexpr int kWarps = NvAmaxConfig::kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
-  if (is_noop(raise.noop)) return;
-  ZeroFirst zero(raise);
+  if (is_noop(noop)) return;
   uint32_t row_word = 0u;
   uint32_t col_bits = 0u;
   for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
@@ -64,10 +64,9 @@ __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksP
   const uint32_t row_raw = block_max<NvAmaxConfig::kThreads>(Words<T>::fold(row_word), scratch);
   __syncthreads();
   const uint32_t col_raw = block_max<NvAmaxConfig::kThreads>(col_bits, scratch);
-  zero.wait();
   if (threadIdx.x != 0) return;
-  if (raise.first != nullptr) atomic_amax(raise.first, Words<T>::to_float_of_raw(row_raw));
-  if (raise.second != nullptr) atomic_amax(raise.second, to_float(to_bf16(float_of(col_raw) * 0.25f)));
+  if (amax_row != nullptr) atomic_amax(amax_row, Words<T>::to_float_of_raw(row_raw));
+  if (amax_col != nullptr) atomic_amax(amax_col, to_float(to_bf16(float_of(col_raw) * 0.25f)));
 }
 
 }  // namespace
@@ -81,16 +80,17 @@ void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, f
     float* first = amax_row != nullptr ? amax_row : amax_col;
     return launch_amax(x, first, first == amax_col ? nullptr : amax_col, false, noop, lane);
   }
-  if (x.rows == 0 || x.cols == 0) return launch_amax_reset(amax_row, amax_col, noop, lane);
+  launch_amax_reset(amax_row, amax_col, noop, lane);
+  if (x.rows == 0 || x.cols == 0) return;
   dispatch_nv_patch(x.dtype, [&](auto values) {
     using T = TypeOf<decltype(values)>;
     const int64_t across = ceil_div(x.cols, 32 * NvPatch<T>::kCols);
     const int64_t items = grid_size(x.rows / kBlock * across);
     const int64_t most = static_cast<int64_t>(multiprocessors()) * NvAmaxConfig::kBlocksPerSm;
     const int blocks = grid_size(smaller(ceil_div(items, NvAmaxConfig::kThreads / 32), most));
-    launch_raising("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, Grid{blocks, NvAmaxConfig::kThreads},
-                   Raise{amax_row, amax_col, false, noop}, false, lane, nv_input(values, x),
-                   static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs);
+    launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, NvAmaxConfig::kThreads, lane,
+           nv_input(values, x), static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs,
+           amax_row, amax_col, noop);
   });
 }
 

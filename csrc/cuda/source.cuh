@@ -29,21 +29,17 @@ struct MadeConfig {
 };
 static_assert(MadeConfig::kDepth == TileConfig::kPatch, "one operand's ring holds a patch");
 
-// As many blocks as fit, each with its ring and its made tiles.
-template <typename Kernel>
-Grid made_grid(Kernel kernel, const Made& x) {
+// Starts kernel(made, arguments...): as many blocks as fit, each with its ring and its made tiles.
+template <typename Kernel, typename... Arguments>
+void launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
   const int bytes = (x.paired() ? 3 : 2) * MadeConfig::kSlotBytes;
   constexpr int kMostBytes = 3 * MadeConfig::kSlotBytes;  // never less: a graph may hold a launch that needs it
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for operands");
   const int64_t most = static_cast<int64_t>(multiprocessors()) * (x.paired() ? 2 : MadeConfig::kBlocksPerSm);
-  return Grid{grid_size(smaller(x.pieces, most)), MadeConfig::kThreads, bytes};
-}
-
-// Starts kernel(made, arguments...).
-template <typename Kernel, typename... Arguments>
-void launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
-  launch_grid(name, kernel, made_grid(kernel, x), false, lane, x, arguments...);
+  const int blocks = grid_size(smaller(x.pieces, most));
+  kernel<<<blocks, MadeConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
+  check_launch(name);
 }
 
 // ---------------------------------------------------------------------------------------------- operands
