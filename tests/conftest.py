@@ -35,16 +35,19 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:  # two workers would collect different names; one process alone would never notice
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: a test's name must not hold an address")
+    if "TE_DIST_TEST_SEEN" in os.environ:  # a file of names of tests to leave out
+        seen = set(Path(os.environ["TE_DIST_TEST_SEEN"]).read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in seen])
+        items[:] = [item for item in items if item.nodeid not in seen]
     share = os.environ.get("TE_DIST_TEST_SHARE")  # "2/8": every eighth, from the third on
     if share:
         first, step = map(int, share.split("/"))
         # Mixed, always in the same way: a share that runs out of time has seen something of every file.
-        backwards = "TE_DIST_TEST_BACKWARDS" in os.environ
-        items[:] = sorted(items[first::step], key=lambda item: zlib.crc32(item.nodeid.encode()), reverse=backwards)
+        items[:] = sorted(items[first::step], key=lambda item: zlib.crc32(item.nodeid.encode()))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -1,23 +1,28 @@
 """compute-sanitizer over the kernel tests, on a machine with a GPU: make sanitize.
 
     python tests/sanitize.py [memcheck racecheck ...] [--files NAME ...] [--only EXPRESSION] [--jobs N]
-                              [--seconds N] [--backwards]
+                              [--seconds N] [--seen FILE]
 
 Runs the tests in as many processes as there are cores, each with a share of them. memcheck runs without torch's caching
 allocator, which would let a kernel write into its neighbour unseen; tests of CUDA graphs need the allocator, and run
 once more with it. For racecheck, gradients of norms run alone, afterwards: their blocks wait for others of their
-cluster, which takes the tool long enough, and much longer where other processes have the GPU in turns.
+cluster, which takes the tool long enough, and much longer where other processes have the GPU in turns. That is more
+than one would want to do at once: with --seen, a file keeps the names of the tests in which a tool found nothing, and
+the next run of the same csrc/ leaves them out.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +96,32 @@ def is_clean(output: str, returncode: int | None, ended: bool) -> bool:
     return ended or idle or (returncode == 0 and any("SUMMARY" in line for line in found))
 
 
+def passed_in(output: str) -> list[str]:
+    """The names of the tests, as pytest -v writes them."""
+    return re.findall(r"^(\S+::.+?) PASSED", output, re.MULTILINE)
+
+
+class Seen:
+    """The tests that passed under each tool, kept in a file for as long as the kernels' sources stay the same."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.names: dict[str, list[str]] = {}
+        self.sources = hashlib.sha256()
+        folder = TESTS.parent / "csrc"
+        for source in sorted(file for file in folder.rglob("*") if file.suffix in (".cpp", ".h", ".cu", ".cuh")):
+            self.sources.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes())
+        if path is not None and path.exists():
+            kept = json.loads(path.read_text())
+            if kept["sources"] == self.sources.hexdigest():
+                self.names = kept["passed"]
+
+    def add(self, tool: str, names: Sequence[str]) -> None:
+        self.names[tool] = sorted({*self.names.get(tool, ()), *names})
+        if self.path is not None:
+            self.path.write_text(json.dumps({"sources": self.sources.hexdigest(), "passed": self.names}, indent=1))
+
+
 def slowest(outputs: Sequence[str], count: int = 10) -> list[tuple[float, str]]:
     """Seconds and names of the tests that took the longest, out of pytest's own lists."""
     found = [re.findall(r"^([\d.]+)s call +(.+?)\s*$", output, re.MULTILINE) for output in outputs]
@@ -111,16 +142,22 @@ def run(
     return [(text, process.returncode, ended) for process, (text, ended) in zip(running, written, strict=True)]
 
 
-def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float) -> bool:
+def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float, seen: Seen) -> bool:
     """Whether tests ran, and no process has problems. Tests that there was no time for are counted."""
     passed = left = problems = cut = 0
     outputs = []
+    before = len(seen.names.get(tool, ()))
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as left_out:  # too long for the environment
+        left_out.write("\n".join(seen.names.get(tool, ())))
+    os.environ["TE_DIST_TEST_SEEN"] = left_out.name
     for parts in stages(tool, jobs):
         for output, returncode, ended in run(tool, names, only, parts, seconds):
             outputs.append(output)
             if not is_clean(output, returncode, ended):
                 problems += 1
                 print(output[-8000:])
+            elif not ended:  # what it found may come last
+                seen.add(tool, passed_in(output))
             passed += output.count(" PASSED")
             left += output.count(" SKIPPED")
             cut += ended
@@ -128,9 +165,9 @@ def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float)
         print(f"{took:8.1f} s {name}")
     print(
         f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(outputs)} processes ended before their last "
-        f"tests, {problems} with problems"
+        f"tests, {problems} with problems" + (f"; {before} had passed before" if before else "")
     )
-    return passed > 0 and not problems
+    return passed + before > 0 and not problems
 
 
 def main() -> int:
@@ -139,12 +176,11 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=KERNEL_TESTS, choices=KERNEL_TESTS, metavar="NAME")
     parser.add_argument("--only", default="", metavar="EXPRESSION", help="tests that pytest's -k would choose")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1))
-    parser.add_argument("--backwards", action="store_true", help="begin with what --seconds left out the last time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of a stage; later, no test begins")
+    parser.add_argument("--seen", type=Path, metavar="FILE", help="of tests that passed, for the next run to leave out")
     options = parser.parse_args()
-    if options.backwards:
-        os.environ["TE_DIST_TEST_BACKWARDS"] = "1"
-    clean = [check(tool, options.files, options.only, options.jobs, options.seconds) for tool in options.tools]
+    seen = Seen(options.seen)
+    clean = [check(tool, options.files, options.only, options.jobs, options.seconds, seen) for tool in options.tools]
     return 0 if all(clean) else 1
 
 

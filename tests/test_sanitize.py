@@ -1,0 +1,93 @@
+"""tests/sanitize.py with a stand-in for the tool: several short runs see every test once, and none counts of a process
+in which something was found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitize
+
+# Says what pytest -v would of three tests, without those that were seen, and what the tool says at its end.
+STAND_IN = """#!{python}
+import os, pathlib
+seen = pathlib.Path(os.environ["TE_DIST_TEST_SEEN"]).read_text().splitlines()
+for name in ["tests/test_a.py::test_one[x y]", "tests/test_a.py::test_two", "tests/test_a.py::test_three"]:
+    if name not in seen:
+        print(name, "PASSED [ 33%]")
+        if name.endswith("two"):
+            print("{finding}")
+            break
+print("========= ERROR SUMMARY: {errors}")
+"""
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TE_DIST_TEST_SEEN", "")
+    monkeypatch.setattr(sanitize, "stages", lambda tool, jobs: [[sanitize.Part("", 1)]])
+    return tmp_path / "compute-sanitizer"
+
+
+def install(tool: Path, finding: str = "", errors: str = "0 errors") -> None:
+    tool.write_text(STAND_IN.format(python=sys.executable, finding=finding, errors=errors))
+    tool.chmod(0o755)
+
+
+def check(seen: sanitize.Seen) -> bool:
+    return sanitize.check("memcheck", ["golden"], "", 1, 60.0, seen)
+
+
+def test_runs_that_add_up(tool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(tool)
+    kept = tmp_path / "seen.json"
+    assert check(sanitize.Seen(kept))
+    first = sanitize.Seen(kept).names["memcheck"]
+    assert first == ["tests/test_a.py::test_one[x y]", "tests/test_a.py::test_two"]
+    assert check(sanitize.Seen(kept))
+    assert sanitize.Seen(kept).names["memcheck"] == sorted([*first, "tests/test_a.py::test_three"])
+    assert "1 tests passed" in capsys.readouterr().out.splitlines()[-1]
+    assert check(sanitize.Seen(kept))  # nothing is left to run
+    assert "0 tests passed" in (last := capsys.readouterr().out.splitlines()[-1]) and "3 had passed before" in last
+
+
+def test_other_sources_begin_anew(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tool)
+    (tmp_path / "csrc").mkdir()
+    source = tmp_path / "csrc" / "a.cu"
+    source.write_text("old")
+    monkeypatch.setattr(sanitize, "TESTS", tmp_path / "tests")
+    kept = tmp_path / "seen.json"
+    assert check(sanitize.Seen(kept)) and sanitize.Seen(kept).names
+    source.write_text("new")
+    assert sanitize.Seen(kept).names == {}
+
+
+@pytest.mark.parametrize(
+    ("finding", "errors"),
+    [("========= Invalid __global__ read of size 4 bytes", "0 errors"), ("", "1 error"), ("FAILED", "0 errors")],
+)
+def test_what_is_found_counts_for_nothing(
+    tool: Path, tmp_path: Path, finding: str, errors: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tool, finding, errors)
+    seen = sanitize.Seen(tmp_path / "seen.json")
+    assert not check(seen)
+    assert seen.names == {} and not (tmp_path / "seen.json").exists()
+    assert "1 with problems" in capsys.readouterr().out
+
+
+def test_tests_that_were_seen_do_not_run(tmp_path: Path) -> None:
+    name = "tests/test_sanitize.py::test_other_sources_begin_anew"
+    seen = tmp_path / "seen.txt"
+    seen.write_text(name)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "tests/test_sanitize.py", "-k", "anew or found"],
+        cwd=Path(__file__).parent.parent, env={**os.environ, "TE_DIST_TEST_SEEN": str(seen)}, text=True,
+        stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    assert name not in run.stdout and "3 passed, 3 deselected" in run.stdout, run.stdout
