@@ -23,11 +23,11 @@ struct NvWhole {
 // towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go up, and
 // those at 0.25, 1.25, 2.5 and 5 should not.
 //
-// Where a block can meet those, its values are made a little smaller, by kBelow. A tie is now the fp16 number below,
-// and one more is added to the bits of those that should go up: where the code below is odd. That would also raise
-// others that are cut off to the same number, and not those that lie so little above 1.25, 2.5 and 5 that they fell
-// below. A block has few values near ties, and which ones is known (factor_for_halves). With the second kind, one more
-// is added to all bits but those below 0.5. What neither does right takes the long way.
+// Where a block can meet those, its values are made a little smaller, by kBelow, so that a tie becomes the fp16 number
+// below it. One more is then added to the bits where the code below is odd: those ties go up. That is wrong for a value
+// that should go down and is cut off to the same number, and for one that lies so little above 1.25, 2.5 or 5 that it
+// fell below. A block has one value near each tie, so that it is known which it has (factor_for_halves). With values of
+// the latter kind, one more is added wherever the code below is not 0. What neither does right takes the long way.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
   static constexpr float kLimit = 6.9f * kFirst;
@@ -45,15 +45,16 @@ __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_
   return (set & where) | (clear & ~where);
 }
 
-enum class Ties { kNone, kOdd, kAll };  // that blocks may meet, which go down, and who of their neighbours goes up
+// Where one more is added: kNone: nowhere, no tie that goes down is met. kOdd, kAll: where the code below is odd, or is
+// not 0. A factor says it by its sign and its last bit.
+enum class Ties { kNone, kOdd, kAll };
 
 __device__ __forceinline__ Ties ties_of(float factor) {
   if (bits_of(factor) >> 31 == 0) return Ties::kNone;
   return bits_of(factor) % 2 == 0 ? Ties::kOdd : Ties::kAll;
 }
 
-// Eight bf16 values. factor: times CodeHalves::kFirst; what its sign and its last bit say of ties is no more than
-// `kMost`. Nothing scales past 6.9.
+// Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
 template <Ties kMost>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
   const uint32_t odd_ones = ties_of(factor) != Ties::kNone ? 0x00010001u : 0u;
