@@ -54,7 +54,7 @@ def stages(tool: str, jobs: int) -> list[list[Part]]:
 
 
 def start(
-    tool: str, names: Sequence[str], which: str, share: str, caching: bool, seconds: float
+    tool: str, names: Sequence[str], which: str, share: str, caching: bool, seconds: float, left_out: Path
 ) -> subprocess.Popen[str]:
     files = [str(TESTS / f"test_{name}.py") for name in names]
     plain = ["-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider", "-o", "timeout=0"]
@@ -64,7 +64,7 @@ def start(
     tests = [sys.executable, "-m", "pytest", "-v", "--durations=20", "-m", marked, "-k", which]
     command = ["compute-sanitizer", "--tool", tool, *others, *tests, *plain, *files]
     environment = {**os.environ, "TE_DIST_TEST_SHARE": share, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["TE_DIST_TEST_SECONDS"] = str(seconds)
+    environment |= {"TE_DIST_TEST_SECONDS": str(seconds), "TE_DIST_TEST_SEEN": str(left_out)}
     if not caching:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     return subprocess.Popen(
@@ -129,13 +129,13 @@ def slowest(outputs: Sequence[str], count: int = 10) -> list[tuple[float, str]]:
 
 
 def run(
-    tool: str, names: Sequence[str], only: str, parts: Sequence[Part], seconds: float
+    tool: str, names: Sequence[str], only: str, parts: Sequence[Part], seconds: float, left_out: Path
 ) -> list[tuple[str, int | None, bool]]:
     """What each process wrote, how it ended, and whether it had to be ended."""
     deadline = time.monotonic() + seconds + GRACE
     running = [
         start(tool, names, f"({part.which}) and ({only})" if only else part.which, f"{k}/{part.processes}",
-              part.caching, seconds)
+              part.caching, seconds, left_out)
         for part in parts for k in range(part.processes)
     ]  # fmt: skip
     written = [finish(process, deadline) for process in running]
@@ -147,27 +147,28 @@ def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float,
     passed = left = problems = cut = 0
     outputs = []
     before = len(seen.names.get(tool, ()))
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as left_out:  # too long for the environment
-        left_out.write("\n".join(seen.names.get(tool, ())))
-    os.environ["TE_DIST_TEST_SEEN"] = left_out.name
-    for parts in stages(tool, jobs):
-        for output, returncode, ended in run(tool, names, only, parts, seconds):
-            outputs.append(output)
-            if not is_clean(output, returncode, ended):
-                problems += 1
-                print(output[-8000:])
-            elif not ended:  # what it found may come last
-                seen.add(tool, passed_in(output))
-            passed += output.count(" PASSED")
-            left += output.count(" SKIPPED")
-            cut += ended
+    with tempfile.TemporaryDirectory() as folder:
+        left_out = Path(folder, "left_out")  # too long for the environment
+        left_out.write_text("\n".join(seen.names.get(tool, ())))
+        for parts in stages(tool, jobs):
+            for output, returncode, ended in run(tool, names, only, parts, seconds, left_out):
+                outputs.append(output)
+                if not is_clean(output, returncode, ended):
+                    problems += 1
+                    print(output[-8000:])
+                elif not ended:  # what it found may come last
+                    seen.add(tool, passed_in(output))
+                passed += output.count(" PASSED")
+                left += output.count(" SKIPPED")
+                cut += ended
     for took, name in slowest(outputs):
         print(f"{took:8.1f} s {name}")
     print(
         f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(outputs)} processes ended before their last "
         f"tests, {problems} with problems" + (f"; {before} had passed before" if before else "")
     )
-    return passed + before > 0 and not problems
+    nothing_left = before > 0 and left == cut == 0
+    return not problems and (passed > 0 or nothing_left)
 
 
 def main() -> int:

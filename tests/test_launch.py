@@ -101,7 +101,6 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module_
                  and "editable" not in type(f).__name__.lower() and "Redirect" not in type(f).__name__]
 import te_dist, te_dist.parallel, te_dist.launch.cli
 from pathlib import Path
-from typing import Any
 assert Path(te_dist.launch.cli.__file__).parent.name == "launch"
 print(te_dist.__file__)
 """

@@ -101,12 +101,17 @@ def values_around_codes() -> Tensor:
     return torch.cat([values, torch.linspace(0, 6.95, 100_001)])
 
 
+def bits_as_halves(values: Tensor) -> Tensor:
+    """Of fp16 towards zero, where fp16's smallest normal number stands for 1."""
+    scaled = values.double() / 2**14
+    nearest = scaled.half()
+    return nearest.view(torch.int16).int() - (nearest.double() > scaled).int()
+
+
 def test_nvfp4_codes_by_halves() -> None:
     """The arithmetic of csrc/cuda/nvfp4_whole.cu's faster codes: right but for ties that should go down."""
     values = values_around_codes()
-    scaled = values.double() / 2**14
-    nearest = scaled.half()
-    bits = nearest.view(torch.int16).int() - (nearest.double() > scaled).int()  # towards zero
+    bits = bits_as_halves(values)
     expected = reference.encode_e2m1(values).int()
     downwards = torch.isin(values, torch.tensor([0.25, 1.25, 2.5, 5.0]))
     assert torch.equal((bits + 256) // 512, expected + downwards.int())
@@ -120,9 +125,7 @@ def test_nvfp4_codes_where_ties_go_down(raised: str) -> None:
     below it and should go down, and those that fall below a tie and should not."""
     values = values_around_codes()
     smaller = values * torch.tensor(1 - 2.0**-21)
-    scaled = smaller.double() / 2**14
-    nearest = scaled.half()
-    bits = nearest.view(torch.int16).int() - (nearest.double() > scaled).int()
+    bits = bits_as_halves(smaller)
     code = bits // 512
     bits += code % 2 if raised == "odd" else (code > 0).int()
     wrong = torch.zeros_like(values, dtype=torch.bool)
