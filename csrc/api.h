@@ -90,6 +90,9 @@ struct Nvfp4Options {
 // lane: number of threads on the CPU, the stream handle on a GPU.
 using Lane = int64_t;
 
+// Floats that quantize_current finds an amax in: on a GPU, many blocks each have one to write.
+constexpr int kAmaxRoom = 1024;
+
 #define TED_DECLARE_BACKEND(backend)                                                                             \
   namespace backend {                                                                                            \
   /* amax <- max|x|, or max(amax, max|x|) if accumulate; a NaN wins and is stored canonically. */                \
@@ -101,9 +104,9 @@ using Lane = int64_t;
   /* Cast with the scale that an amax on the device asks for (current scaling). */                               \
   void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,    \
                     uint8_t* col, float* scale_inv, const float* noop, Lane lane);                               \
-  /* amax and cast_current: most tensors need nothing in between. */                                             \
+  /* amax and cast_current: most tensors need nothing in between. amax: [kAmaxRoom], the first is the result. */ \
   void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,      \
-                        uint8_t* col, float* scale_inv, Lane lane);                                              \
+                        uint8_t* col, float* scale_inv, const float* noop, Lane lane);                           \
   /* row [M,K], col [K,M]; fp32 scales: 1-D [ceil(K/128), rup(M,4)], 2-D [ceil(M/128), rup(ceil(K/128),4)], */   \
   /* the column plane's with M and K swapped. */                                                                 \
   void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out, \

@@ -194,8 +194,9 @@ const Entry kEntries[] = {
        uint8_t* row = r.pointer<uint8_t>();
        uint8_t* col = r.pointer<uint8_t>();
        float* scale_inv = r.pointer<float>();
+       const float* noop = r.pointer<const float>();
        const Lane lane = r.last_lane();
-       without_gil([&] { call.quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, lane); });
+       without_gil([&] { call.quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane); });
      }},
     {"quantize_block",
      [](Reader& r, const Backend& call) {
@@ -466,6 +467,7 @@ bool fill(PyObject* module) {
   const bool has_cuda = false;
 #endif
   return add(module, "has_cuda", PyBool_FromLong(has_cuda)) &&
+         add(module, "amax_room", PyLong_FromLong(kAmaxRoom)) &&
          add(module, "cuda_archs", PyUnicode_FromString(archs));
 }
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import QUANTIZERS, assert_same_storage, on, rng_for, varied
+from test_blocks_that_stay import BUILDS
+from test_producers import matrix
 
 import te_dist
 from te_dist import kernels
@@ -90,3 +94,37 @@ def test_quantize_never_synchronises(name: str) -> None:
     quantizer.quantize(x, rng_state=rng).dequantize()
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a call launches, the second time."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in on_device]
+
+
+@pytest.mark.parametrize("planes", [{}, {"columnwise": False}, {"rowwise": False}], ids=["both", "row", "column"])
+def test_how_many_launches_current_scaling_takes(planes: dict[str, bool]) -> None:
+    """The amax and the cast are one each, however large the tensor; a few tiles are one altogether."""
+    x = varied((2048, 2048), torch.bfloat16).cuda()
+    noop = torch.zeros(1, device="cuda")
+    quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3", **planes)
+    out = quantizer.make_empty(x.shape, device="cuda")
+    for flag in (None, noop):
+        for tensor in (x, x.t()):
+            found = kernels_of(lambda tensor=tensor, flag=flag: quantizer.quantize(tensor, out=out, noop=flag))
+            assert ["amax" in name for name in found][-2:] == [True, False], found
+            assert len(found) == (2 if tensor is x else 3), found  # a transpose is copied
+    assert len(kernels_of(lambda: quantizer.quantize(x[:128, :256]))) == 1
+
+
+@pytest.mark.parametrize("build", [name for name in BUILDS if name != "plain"])
+def test_how_many_launches_current_scaling_takes_of_what_is_made(build: str) -> None:
+    producer = BUILDS[build](matrix(512, 640, torch.bfloat16).cuda())
+    quantizer = te_dist.Float8CurrentScalingQuantizer("e4m3")
+    found = kernels_of(lambda: quantizer.quantize_produced(producer, producer.shape))
+    assert ["amax" in name for name in found] == [True, False], found

@@ -87,7 +87,8 @@ void cast_current(const Source& x, const float* amax, float eps, bool power_of_2
 }
 
 void quantize_current(const Source& x, float* seen, float eps, bool power_of_2, Fp8 format, uint8_t* row,
-                      uint8_t* col, float* scale_inv, Lane lane) {
+                      uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
+  if (skipped(noop)) return;
   amax(x, seen, false, nullptr, lane);
   cast_current(x, seen, eps, power_of_2, format, row, col, scale_inv, nullptr, lane);
 }

@@ -85,12 +85,13 @@ void cast_current(const Source& x, const float* amax, float eps, bool power_of_2
 }
 
 void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
-                      uint8_t* col, float* scale_inv, Lane lane) {
+                      uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
   check::plain(x);
   check::fp8(format);
+  check_noop(noop);
   check::required("amax", amax, alignof(float));
   check::aligned("scale_inv", scale_inv, alignof(float));
-  kernels().quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, lane);
+  kernels().quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane);
 }
 
 void quantize_block(const Source& x, int block_dim, float eps, bool power_of_2, Fp8 format, const Planes& out,

@@ -19,7 +19,7 @@ struct AmaxConfig {
 };
 
 struct AmaxResult {
-  float* first;
+  AmaxOut first;
   float* second;    // may be null
   bool direct;      // one block only: it stores, nobody had to zero
   bool accumulate;  // of interest to a direct store only
@@ -65,10 +65,10 @@ __device__ __forceinline__ uint32_t max_of_chunk(uint32_t word, const T* row, in
   return word;
 }
 
-__device__ __forceinline__ void store_amax(float* amax, float value, const AmaxResult& result) {
-  if (!result.direct) return atomic_amax(amax, value);
-  const uint32_t before = result.accumulate ? bits_of(*amax) & kAbsMask : 0u;
-  *amax = amax_of_bits(max(before, bits_of(value)));
+__device__ __forceinline__ void store_amax(const AmaxOut& out, float value, const AmaxResult& result) {
+  if (!result.direct) return give_amax(out, value);
+  const uint32_t before = result.accumulate ? bits_of(*out.amax) & kAbsMask : 0u;
+  *out.amax = amax_of_bits(max(before, bits_of(value)));
 }
 
 template <typename T>
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
   if (threadIdx.x != 0) return;
   const float value = Words<T>::to_float_of_raw(raw);
   store_amax(result.first, value, result);
-  if (result.second != nullptr) store_amax(result.second, value, result);
+  if (result.second != nullptr) store_amax(AmaxOut{result.second, nullptr}, value, result);
 }
 
 __global__ void amax_reset_kernel(float* first, float* second, const float* noop) {
@@ -106,11 +106,13 @@ void launch_amax_reset(float* first, float* second, const float* noop, Lane lane
   launch("amax_reset_kernel", amax_reset_kernel, 1, 1, lane, first, second, noop);
 }
 
-void launch_amax(const Input& x, float* first, float* second, bool accumulate, const float* noop, Lane lane) {
+int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumulate, const float* noop, Lane lane) {
+  static_assert(AmaxConfig::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
   const bool empty = x.rows == 0 || x.cols == 0;
   const bool one_row = x.rows <= 1 || x.stride == x.cols;
   const int64_t rows = empty ? 0 : (one_row ? 1 : x.rows);
   const int64_t cols = one_row ? x.rows * x.cols : x.cols;
+  int parts = 0;
   dispatch_float(x.dtype, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     const int64_t vectors = cols * static_cast<int64_t>(sizeof(T)) / 16;
@@ -119,17 +121,23 @@ void launch_amax(const Input& x, float* first, float* second, bool accumulate, c
     const bool direct = rows * chunks <= AmaxConfig::kSingleBlockChunks;
     const int64_t most = static_cast<int64_t>(multiprocessors()) * AmaxConfig::kBlocksPerSm;
     const int blocks = direct ? 1 : grid_size(smaller(wanted, most));
-    if (!direct && !accumulate) launch_amax_reset(first, second, noop, lane);
+    if (!direct && out.parts != nullptr) parts = blocks;
+    if (!direct && parts == 0 && !accumulate) launch_amax_reset(out.amax, second, noop, lane);
     launch("amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, lane, static_cast<const T*>(x.data),
-           rows, cols, x.stride, chunks, AmaxResult{first, second, direct, accumulate}, noop);
+           rows, cols, x.stride, chunks, AmaxResult{out, second, direct, accumulate}, noop);
   });
+  return parts;
 }
 
 void amax(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane) {
   check::required("amax", amax, sizeof(float));
-  if (is_made(x)) return launch_amax_made(x, amax, accumulate, noop, lane);
+  const AmaxOut out{amax, nullptr};
+  if (is_made(x)) {
+    launch_amax_made(x, out, accumulate, noop, lane);
+    return;
+  }
   check::plain(x);
-  launch_amax(x, amax, nullptr, accumulate, noop, lane);
+  launch_amax(x, out, nullptr, accumulate, noop, lane);
 }
 
 }  // namespace cuda

@@ -6,21 +6,35 @@
 namespace te_dist {
 namespace cuda {
 
+// Where an amax goes. In place: every block raises it, and who launches them zeroes it before. Or, where a cast
+// follows that takes the largest of them, each block's own into `parts`: a launch less.
+struct AmaxOut {
+  float* amax;
+  float* parts;  // null: in place
+};
+
+// Of any kernel here on a multiprocessor, so that it is known whether all blocks have room for their parts.
+constexpr int kMostAmaxBlocksPerSm = 5;
+
 // Zeroes up to two amaxes on the stream (a null one is skipped), unless noop says otherwise. A launch of its own:
 // block 0 could do it while others read, if all blocks were on the GPU at once. But such a (cooperative) launch does
 // not start beside a collective that holds some multiprocessors, and that may wait for what another rank has yet to
 // start.
 void launch_amax_reset(float* first, float* second, const float* noop, Lane lane);
 
-// Writes the amax of x to both destinations; second may be null.
-void launch_amax(const Input& x, float* first, float* second, bool accumulate, const float* noop, Lane lane);
+// Launchers return how many parts there are; 0: the amax is in place, as it may be even if there was room for parts.
+// second: null, or where the amax goes as well (in place).
+int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumulate, const float* noop, Lane lane);
 
 // The same of a matrix that is made on the fly.
-void launch_amax_made(const Source& x, float* amax, bool accumulate, const float* noop, Lane lane);
+int launch_amax_made(const Source& x, const AmaxOut& out, bool accumulate, const float* noop, Lane lane);
 
-// The same of an activation without bias or gate, whose operand is fused (check::fused); false: x is something
-// else. Raises what is in `amax`.
-bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane);
+// Activations without bias or gate, whose operand is fused (check::fused). As all launchers of one kind of what is
+// made, it raises what is in out.amax, and returns the number of blocks.
+inline bool goes_up_and_down(const Source& x) {
+  return x.kind == Produce::kActivation && !x.gated && x.bias.data == nullptr;
+}
+int launch_amax_activation(const Source& x, const AmaxOut& out, const float* noop, Lane lane);
 
 // `word` of raw magnitudes and 16 bytes of elements.
 template <typename T>
@@ -47,6 +61,30 @@ __device__ __forceinline__ uint32_t block_max(uint32_t raw, uint32_t* scratch) {
 // Magnitude bits are ordered as unsigned integers, NaN above all, so the integer atomic is the float maximum.
 __device__ __forceinline__ void atomic_amax(float* amax, float value) {
   atomicMax(reinterpret_cast<unsigned int*>(amax), bits_of(amax_of_bits(bits_of(value))));
+}
+
+// What a block has found. One thread of it.
+__device__ __forceinline__ void give_amax(const AmaxOut& out, float value) {
+  if (out.parts == nullptr) return atomic_amax(out.amax, value);
+  out.parts[blockIdx.x] = amax_of_bits(bits_of(value));
+}
+
+// The largest of all blocks' parts, in all threads of the block. scratch: one word per warp.
+template <int kThreads>
+__device__ __forceinline__ float amax_of_parts(const float* parts, int count, uint32_t* scratch) {
+  constexpr int kEach = (kAmaxRoom - 1) / kThreads + 1;
+  const auto* bits = reinterpret_cast<const uint32_t*>(parts);
+  uint32_t largest = 0u;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    if (at < count) largest = max(largest, __ldg(bits + at));
+  }
+  largest = __reduce_max_sync(kFullWarp, largest);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = largest;
+  __syncthreads();
+  const unsigned lane = threadIdx.x % 32;
+  return float_of(__reduce_max_sync(kFullWarp, lane < kThreads / 32 ? scratch[lane] : 0u));
 }
 
 // A word of raw magnitudes of each thread into `amax`, warp by warp: for blocks whose warps end at different times.

@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t activated_magnitude(Activation kind, uint32_
 
 __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlocksPerSm)
     amax_activation_kernel(const uint4* data, int64_t rows, int64_t vectors, int64_t stride, int64_t chunks,
-                           Activation kind, float* amax, const float* noop) {
+                           Activation kind, AmaxOut out, const float* noop) {
   constexpr int kWarps = StretchConfig::kThreads / 32;
   constexpr int kUnroll = StretchConfig::kUnroll;
   __shared__ uint32_t scratch[kWarps];
@@ -92,23 +92,23 @@ __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlock
   if (threadIdx.x != 0) return;
   const uint32_t positive = max(activated_magnitude(kind, a), activated_magnitude(kind, d));
   const uint32_t negative = max(activated_magnitude(kind, b), activated_magnitude(kind, c));
-  atomic_amax(amax, float_of(max(positive, negative)));
+  give_amax(out, float_of(max(positive, negative)));
 }
 
 }  // namespace
 
-bool launch_amax_activation(const Source& x, float* amax, const float* noop, Lane lane) {
-  if (x.kind != Produce::kActivation || x.gated || x.bias.data != nullptr) return false;
+int launch_amax_activation(const Source& x, const AmaxOut& out, const float* noop, Lane lane) {
+  static_assert(StretchConfig::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
   const bool one_row = x.rows == 1 || x.stride == x.cols;
   const int64_t rows = one_row ? 1 : x.rows;
   const int64_t vectors = (one_row ? x.rows * x.cols : x.cols) / 8;
   const int64_t chunks = ceil_div(vectors, StretchConfig::kChunk);
   const int64_t wanted = ceil_div(rows * chunks, StretchConfig::kThreads / 32);
   const int64_t most = static_cast<int64_t>(multiprocessors()) * StretchConfig::kBlocksPerSm;
-  launch("amax_activation_kernel", amax_activation_kernel, grid_size(smaller(wanted, most)),
-         StretchConfig::kThreads, lane, static_cast<const uint4*>(x.data), rows, vectors, x.stride / 8, chunks,
-         x.activation, amax, noop);
-  return true;
+  const int blocks = grid_size(smaller(wanted, most));
+  launch("amax_activation_kernel", amax_activation_kernel, blocks, StretchConfig::kThreads, lane,
+         static_cast<const uint4*>(x.data), rows, vectors, x.stride / 8, chunks, x.activation, out, noop);
+  return blocks;
 }
 
 }  // namespace cuda

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(FlatConfig::kThreads, FlatConfig::kBlocksPerSm
   constexpr int kVector = 16 / sizeof(T);
   __shared__ uint32_t maxima[FlatConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
-  const float scale = tensor_scale<F>(from);
+  const float scale = tensor_scale<F, FlatConfig::kThreads>(from, maxima);
   const bool records = from.seen != nullptr;
   uint32_t word = 0u;
   const int64_t vectors = count / kVector;
@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
   const bool inside = tile_inside(tile, x.rows, x.cols);
   Patch<T> patch;
   load_patch(x, tile.row + threadIdx.x / 16 * 8, tile.col + threadIdx.x % 16 * 8, inside, patch);
-  write_tile<T, F>(patch, tensor_scale<F>(from), tile, inside, row_out, col_out, stage);
+  const float scale = tensor_scale<F, TileConfig::kThreads>(from, maxima);
+  write_tile<T, F>(patch, scale, tile, inside, row_out, col_out, stage);
   if (from.seen != nullptr) record_amax<T, TileConfig::kThreads>(from, max_of_patch(patch, 0u), maxima);
 }
 
@@ -124,7 +125,8 @@ __global__ void __launch_bounds__(TileConfig::kThreads, TileConfig::kBlocksPerSm
   Patch<bf16_t> patch;
   const TilePlace tile = load_whole_tile<SquareTile>(x, region, gridDim.x - 1 - blockIdx.x, ahead, true,
                                                      threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, patch);
-  write_tile<bf16_t, F, true>(patch, tensor_scale<F>(from), tile, true, row_out, col_out, stage);
+  const float scale = tensor_scale<F, TileConfig::kThreads>(from, maxima);
+  write_tile<bf16_t, F, true>(patch, scale, tile, true, row_out, col_out, stage);
   if (from.seen != nullptr) record_amax<bf16_t, TileConfig::kThreads>(from, max_of_patch(patch, 0u), maxima);
 }
 
@@ -172,13 +174,20 @@ void cast_scaled(const Source& x, const float* scale, Fp8 format, uint8_t* row, 
                  float* amax, const float* noop, Lane lane) {
   check::required("scale", scale, sizeof(float));
   check::aligned("amax", amax, sizeof(float));
-  cast(x, format, row, col, CastScale{scale, nullptr, ScaleRule{0.0f, false}, scale_inv, amax, noop}, lane);
+  const CastScale from{scale, nullptr, 0, nullptr, ScaleRule{0.0f, false}, scale_inv, amax, noop};
+  cast(x, format, row, col, from, lane);
 }
 
 void cast_current(const Source& x, const float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
                   uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
   check::required("amax", amax, sizeof(float));
-  cast(x, format, row, col, CastScale{nullptr, amax, ScaleRule{eps, power_of_2}, scale_inv, nullptr, noop}, lane);
+  const CastScale from{nullptr, amax, 0, nullptr, ScaleRule{eps, power_of_2}, scale_inv, nullptr, noop};
+  cast(x, format, row, col, from, lane);
+}
+
+void cast_of_parts(const Source& x, const float* parts, int count, float* amax, ScaleRule rule, Fp8 format,
+                   uint8_t* row, uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
+  cast(x, format, row, col, CastScale{nullptr, parts, count, amax, rule, scale_inv, nullptr, noop}, lane);
 }
 
 }  // namespace cuda

@@ -13,11 +13,17 @@ struct Made;
 struct CastScale {
   const float* scale;  // null: current scaling, from amax by rule
   const float* amax;
+  int parts;     // 0, or how many blocks' amaxes there are at `amax` (AmaxOut)
+  float* whole;  // of those, the amax of all goes here
   ScaleRule rule;
   float* scale_inv;
   float* seen;  // null, or raised to the tensor's amax on the way (delayed scaling)
   const float* noop;
 };
+
+// As cast_current, of an amax in parts.
+void cast_of_parts(const Source& x, const float* parts, int count, float* amax, ScaleRule rule, Fp8 format,
+                   uint8_t* row, uint8_t* col, float* scale_inv, const float* noop, Lane lane);
 
 // A word of raw magnitudes of each thread into from.seen. All threads of the block; `maxima`: one word per warp.
 template <typename T, int kThreads>
@@ -35,11 +41,19 @@ __device__ __forceinline__ uint32_t max_of_patch(const Patch<T>& patch, uint32_t
   return word;
 }
 
-template <typename F>
-__device__ __forceinline__ float tensor_scale(const CastScale& from) {
-  const float scale =
-      from.scale != nullptr ? *from.scale : scale_from_amax(*from.amax, F::max, kFloatMax, from.rule);
-  if (blockIdx.x == 0 && threadIdx.x == 0 && from.scale_inv != nullptr) *from.scale_inv = 1.0f / scale;
+// All threads of the block. maxima: one word per warp, record_amax's if it likes.
+template <typename F, int kThreads>
+__device__ __forceinline__ float tensor_scale(const CastScale& from, uint32_t* maxima) {
+  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+  float scale;
+  if (from.scale != nullptr) {
+    scale = *from.scale;
+  } else {
+    const float amax = from.parts != 0 ? amax_of_parts<kThreads>(from.amax, from.parts, maxima) : *from.amax;
+    if (first && from.parts != 0) *from.whole = amax;
+    scale = scale_from_amax(amax, F::max, kFloatMax, from.rule);
+  }
+  if (first && from.scale_inv != nullptr) *from.scale_inv = 1.0f / scale;
   return scale;
 }
 

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   extern __shared__ uint4 memory[];
   __shared__ uint32_t maxima[MadeConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
-  const float scale = tensor_scale<F>(from);
+  const float scale = tensor_scale<F, MadeConfig::kThreads>(from, maxima);
   const bool columns = col_out.data != nullptr;
   uint32_t word = 0u;
   for_each_made_tile(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, columns, memory,

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   extern __shared__ __align__(16) float memory[];
   if (is_noop(from.noop)) return;
   __shared__ uint32_t maxima[PatchConfig::kThreads / 32];
-  const float scale = tensor_scale<F>(from);
+  const float scale = tensor_scale<F, PatchConfig::kThreads>(from, maxima);
   uint32_t word = 0u;
   for_each_patch<kWay, SquareTile>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
                        [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {

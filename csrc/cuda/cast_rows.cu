@@ -10,8 +10,9 @@ template <typename F, bool kCentered, int kHeld>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<8>)
     cast_rows_kernel(const __grid_constant__ Made x, bool make_stats, uint8_t* out, CastScale from) {
   extern __shared__ float4 memory[];
+  __shared__ uint32_t maxima[NormRowsConfig::kThreads / 32];
   if (is_noop(from.noop)) return;
-  const float scale = tensor_scale<F>(from);
+  const float scale = tensor_scale<F, NormRowsConfig::kThreads>(from, maxima);
   using Held = TeamRow<8, kHeld>;
   const int rank = RowTeam::rank();
   uint32_t word = 0u;

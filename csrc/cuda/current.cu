@@ -1,6 +1,6 @@
 // Current scaling, from amax to codes. A tensor of a few tiles takes one launch, because launching is most of what it
 // costs: its tiles are a cluster of blocks, which find their common amax without leaving the chip. Any other takes two
-// passes.
+// passes, and two launches.
 #include "cast.cuh"
 
 namespace te_dist {
@@ -79,13 +79,13 @@ void quantize_small(const Input& x, int tiles, ScaleRule rule, Fp8 format, uint8
 }  // namespace
 
 void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, Fp8 format, uint8_t* row,
-                      uint8_t* col, float* scale_inv, Lane lane) {
+                      uint8_t* col, float* scale_inv, const float* noop, Lane lane) {
   check::required("amax", amax, sizeof(float));
+  const ScaleRule rule{eps, power_of_2};
   if (!is_made(x)) {
     check::plain(x);
     const int64_t tiles = tile_count(x.rows, x.cols);
-    if (tiles > 0 && tiles <= kMostTiles && has_clusters()) {
-      const ScaleRule rule{eps, power_of_2};
+    if (tiles > 0 && tiles <= kMostTiles && has_clusters() && noop == nullptr) {
       return quantize_small(x, static_cast<int>(tiles), rule, format, row, col, amax, scale_inv, lane);
     }
   }
@@ -93,8 +93,13 @@ void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, 
   first.partials = nullptr;
   Source second = x;
   second.make_stats = false;
-  cuda::amax(first, amax, false, nullptr, lane);
-  cast_current(second, amax, eps, power_of_2, format, row, col, scale_inv, nullptr, lane);
+  if (!is_made(first)) check::plain(first);
+  const bool room = multiprocessors() * kMostAmaxBlocksPerSm < kAmaxRoom;
+  const AmaxOut out{amax, room ? amax + 1 : nullptr};
+  const int parts = is_made(first) ? launch_amax_made(first, out, false, noop, lane)
+                                   : launch_amax(first, out, nullptr, false, noop, lane);
+  if (parts == 0) return cast_current(second, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane);
+  cast_of_parts(second, out.parts, parts, amax, rule, format, row, col, scale_inv, noop, lane);
 }
 
 }  // namespace cuda

@@ -11,6 +11,8 @@
 namespace te_dist {
 namespace cuda {
 
+struct AmaxOut;
+
 struct NormRowsConfig {
   static constexpr int kTeams = 4;  // of a block
   static constexpr int kThreads = kTeams * RowTeam::kThreads;
@@ -141,7 +143,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
 
 // Starts kernel(x, arguments...), which holds kHeld rows at once as kVectors vectors a thread.
 template <int kVectors, int kHeld, typename Kernel, typename... Arguments>
-void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
+int launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
   constexpr int kMostBytes = TeamRow<kVectors, kHeld>::kColumns * 2 * static_cast<int>(sizeof(float));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
              "shared memory for gains");
@@ -151,6 +153,7 @@ void launch_norm_rows(const char* name, Kernel kernel, const Made& x, Lane lane,
   const int blocks = grid_size(smaller(ceil_div(x.rows, kBlockRows), most));
   kernel<<<blocks, NormRowsConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
   check_launch(name);
+  return blocks;
 }
 
 // go(how many rows to hold at once, as a constant) for rows of up to NormRowsConfig::kColumns.
@@ -169,8 +172,14 @@ inline bool by_rows(const Made& x) {
          (x.centered || x.bias.data == nullptr);
 }
 
-// Both raise what is in `amax`. `make_stats`: x.mean and x.rstd are written, else read; x.order says the same.
-void launch_amax_norm(const Made& x, bool make_stats, float* amax, const float* noop, Lane lane);
+// Whether the amax of x is taken tile by tile, in place: rows that fit no registers wait for their statistics in L2.
+inline bool takes_patches(const Made& x) {
+  return x.cols > NormRowsConfig::kLongColumns || (!x.centered && x.biased);
+}
+
+// Both raise what is in out.amax; the first one returns the number of its blocks. `make_stats`: x.mean and x.rstd are
+// written, else read; x.order says the same.
+int launch_amax_norm(const Made& x, bool make_stats, const AmaxOut& out, const float* noop, Lane lane);
 void launch_amax_norm_patches(const Made& x, float* amax, const float* noop, Lane lane);
 
 }  // namespace cuda

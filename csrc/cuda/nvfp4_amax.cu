@@ -78,7 +78,8 @@ void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, f
   if (amax_row == nullptr && amax_col == nullptr) return;
   if (!options.hadamard) {
     float* first = amax_row != nullptr ? amax_row : amax_col;
-    return launch_amax(x, first, first == amax_col ? nullptr : amax_col, false, noop, lane);
+    launch_amax(x, AmaxOut{first, nullptr}, first == amax_col ? nullptr : amax_col, false, noop, lane);
+    return;
   }
   launch_amax_reset(amax_row, amax_col, noop, lane);
   if (x.rows == 0 || x.cols == 0) return;

@@ -31,7 +31,7 @@ static_assert(MadeConfig::kDepth == TileConfig::kPatch, "one operand's ring hold
 
 // Starts kernel(made, arguments...): as many blocks as fit, each with its ring and its made tiles.
 template <typename Kernel, typename... Arguments>
-void launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
+int launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, const Arguments&... arguments) {
   const int bytes = (x.paired() ? 3 : 2) * MadeConfig::kSlotBytes;
   constexpr int kMostBytes = 3 * MadeConfig::kSlotBytes;  // never less: a graph may hold a launch that needs it
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
@@ -40,6 +40,7 @@ void launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, cons
   const int blocks = grid_size(smaller(x.pieces, most));
   kernel<<<blocks, MadeConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
   check_launch(name);
+  return blocks;
 }
 
 // ---------------------------------------------------------------------------------------------- operands

@@ -29,6 +29,7 @@ from te_dist.kernels.nvfp4 import amax_nvfp4, dequantize_nvfp4, quantize_nvfp4
 from te_dist.kernels.per_tensor import (
     advance_scales,
     amax,
+    amax_scratch,
     cast_current,
     cast_scaled,
     dequantize_tensor,
@@ -44,6 +45,7 @@ __all__ = [
     "advance_scales",
     "amax",
     "amax_nvfp4",
+    "amax_scratch",
     "as_rows",
     "backend_name",
     "cast_current",

@@ -26,6 +26,8 @@ except ImportError as error:
 
 FLOAT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FP8_CODE = {DType.kFloat8E4M3: 0, DType.kFloat8E5M2: 1}
+# Floats that a GPU's blocks find an amax in together.
+AMAX_ROOM: int = 1 if extension is None else extension.amax_room
 
 # Device type -> name -> function.
 _TABLES: dict[str, dict[str, Any]] = {}

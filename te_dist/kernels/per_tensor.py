@@ -7,7 +7,17 @@ from torch import Tensor
 
 from te_dist import reference
 from te_dist.formats import DType
-from te_dist.kernels.backend import FLOAT_CODE, FP8_CODE, find, is_shapes_only, pointer, run, store, store_all
+from te_dist.kernels.backend import (
+    AMAX_ROOM,
+    FLOAT_CODE,
+    FP8_CODE,
+    find,
+    is_shapes_only,
+    pointer,
+    run,
+    store,
+    store_all,
+)
 from te_dist.kernels.sources import Matrix, described, fuses, materialize, taken_by
 from te_dist.producers import Plain, Producer
 
@@ -74,6 +84,11 @@ def cast_current(
     store_all((row, col, scale_inv), values, noop)
 
 
+def amax_scratch(device: torch.device) -> Tensor:
+    """What ``quantize_current`` finds an amax in, uninitialised."""
+    return torch.empty(AMAX_ROOM if device.type == "cuda" else 1, dtype=torch.float32, device=device)
+
+
 def quantize_current(
     x: Matrix,
     row: Tensor | None,
@@ -83,6 +98,7 @@ def quantize_current(
     fp8: DType,
     eps: float,
     power_of_2: bool,
+    noop: Tensor | None = None,
 ) -> None:
     """``amax`` and ``cast_current`` in one call."""
     device = x.device
@@ -91,14 +107,15 @@ def quantize_current(
     if isinstance(x, Producer) and kernel is not None and not is_shapes_only():
         made = taken_by(x, "cast_current", fp8)
         x = made if isinstance(made, Tensor) or type(x) is Plain or fuses(x, "amax", None, False) else materialize(x)
-    value = torch.empty(1, dtype=torch.float32, device=device)
     if kernel is None:
+        value = torch.empty(1, dtype=torch.float32, device=device)
         amax(x, value)
-        cast_current(x, value, row, col, scale_inv, fp8=fp8, eps=eps, power_of_2=power_of_2)
+        cast_current(x, value, row, col, scale_inv, fp8=fp8, eps=eps, power_of_2=power_of_2, noop=noop)
         return
+    value = amax_scratch(device)
     run(
         kernel, device, *described(x), pointer(value), eps, power_of_2, FP8_CODE[fp8],
-        pointer(row), pointer(col), pointer(scale_inv),
+        pointer(row), pointer(col), pointer(scale_inv), pointer(noop),
     )  # fmt: skip
 
 

@@ -167,10 +167,10 @@ def _quantize_current(
     # One amax for all tensors of a stream: the kernels that use it follow each other.
     amax = plan.amaxes.get(stream)
     if amax is None:
-        amax = plan.amaxes[stream] = torch.empty(1, dtype=_F32, device=plan.device)
+        amax = plan.amaxes[stream] = kernels.amax_scratch(plan.device)
     plan.kernel(
         *source, amax.data_ptr(), operand.eps, operand.power_of_2, operand.code,
-        row.data_ptr(), col.data_ptr(), scale.data_ptr(), stream,
+        row.data_ptr(), col.data_ptr(), scale.data_ptr(), 0, stream,
     )  # fmt: skip
     return row, scale, col, scale
 

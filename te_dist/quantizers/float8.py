@@ -86,7 +86,8 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         rng_state: Tensor | None,
     ) -> None:
         out = cast(Float8TensorStorage, out)
-        if group is None and noop is None:
+        # What a producer makes besides its matrix is there even where nothing is quantized.
+        if group is None and (noop is None or isinstance(x, Tensor)):
             kernels.quantize_current(
                 x,
                 out._data,
@@ -95,6 +96,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
                 fp8=self.fp8_dtype,
                 eps=self.amax_epsilon,
                 power_of_2=self.force_pow_2_scales,
+                noop=noop,
             )
             return
         amax = torch.empty(1, dtype=torch.float32, device=x.device)
