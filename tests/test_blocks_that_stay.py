@@ -47,7 +47,8 @@ def on_few(make: Callable[[], dict[str, Any]], what: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_matrices_in_memory(name: str, planes: str) -> None:
     rowwise, columnwise = PLANES[planes]
-    for shape, dtype in (((512, 640), torch.bfloat16), ((400, 528), torch.bfloat16), ((272, 400), torch.float32)):
+    shapes = ((512, 640), (768, 384), (640, 256), (400, 528))  # whole tiles but for the last
+    for shape, dtype in (*((shape, torch.bfloat16) for shape in shapes), ((272, 400), torch.float32)):
         quantizer = on("cuda", QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise))
         if not fits(quantizer, shape):
             continue

@@ -22,6 +22,15 @@ __device__ __forceinline__ void copy_async(uint4* to, const void* from) {
                : "memory");
 }
 
+// Ends a group of the thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all groups but the last kGroups are there.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Until all of the thread's copies are there.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

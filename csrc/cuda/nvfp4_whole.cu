@@ -3,8 +3,14 @@
 // makes of any tile, in fewer instructions, and in loops: all of a tile's work in one piece does not fit the cache of
 // instructions.
 //
-// A thread has 16 rows of 8 columns. It makes the codes of four rows at a time, while the next four are on their way,
-// and puts the rows into shared memory, out of which it takes two columns at a time. Nobody else reads them there.
+// A thread has 16 rows of 8 columns. It has them copied to shared memory, and makes the codes of four rows at a time,
+// then those of two columns at a time. Nobody else reads them there.
+//
+// What these kernels wait for is the pipe of logic and shifts, and the number of their requests to L2, not the bytes.
+// Hence the multiplications where shifts would do, and blocks that take two tiles, one below the other, whose column
+// scales are written together. (More tiles a block are slower: all blocks come to write at the same time, and lines of
+// scales leave L2 before their neighbours have added theirs. So are clusters that put their scales together.)
+#include "copy.cuh"
 #include "nvfp4_kernel.cuh"
 #include "powers.cuh"
 
@@ -15,7 +21,11 @@ namespace {
 struct NvWhole {
   static constexpr int kRowsAtOnce = 4;
   static constexpr int kBlocksPerSm = 5;
+  static constexpr unsigned kTall = 2;  // tiles of most blocks
 };
+
+// Not known to the compiler, so that it multiplies.
+__constant__ uint32_t kEight = 8u;
 
 // ---------------------------------------------------------------------------------------------- codes
 // The bits of a fp16 number, up to the first one behind the point, are E2M1's code, if fp16's smallest normal number,
@@ -41,8 +51,15 @@ __device__ __forceinline__ uint32_t cut_to_halves(float low, float high) {
   return pair;
 }
 
+// One instruction. (Of two of these in a row, the compiler makes three.)
 __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_t clear) {
+#if defined(__CUDA_ARCH__)
+  uint32_t word;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(word) : "r"(where), "r"(set), "r"(clear));
+  return word;
+#else
   return (set & where) | (clear & ~where);
+#endif
 }
 
 // Where one more is added: kNone: nowhere, no tie that goes down is met. kOdd, kAll: where the code below is odd, or is
@@ -57,22 +74,21 @@ __device__ __forceinline__ Ties ties_of(float factor) {
 // Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
 template <Ties kMost>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
-  const uint32_t odd_ones = ties_of(factor) != Ties::kNone ? 0x00010001u : 0u;
+  const uint32_t odd_codes = ties_of(factor) != Ties::kNone ? 0x02000200u : 0u;
   const uint32_t all = ties_of(factor) == Ties::kAll ? 0x00010001u : 0u;
   if (kMost != Ties::kNone) factor = fabsf(factor);
   const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
   const auto two = [&](int i) {
     const uint32_t bits = cut_to_halves(at(i), at(i + 2));
     if (kMost == Ties::kNone) return bits;
-    const uint32_t up = bits >> 9 & odd_ones;
+    const uint32_t up = (bits & odd_codes) >> 9;
     return bits + (kMost == Ties::kAll ? up | ((bits >> 10 | bits >> 11) & all) : up);
   };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t even = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t odd = __byte_perm(two(1), two(5), 0x7531);
-  const uint32_t lower = select(0x07070707u, (even + 0x01010101u) >> 1, even >> 4);
-  const uint32_t upper = select(0x70707070u, odd * 8u + 0x08080808u, odd);
-  return select(0x0F0F0F0Fu, lower, upper);
+  const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight + 0x08080808u, bytes); };
+  return select(0x0F0F0F0Fu, to_upper(even) >> 4, to_upper(odd));
 }
 
 // ---------------------------------------------------------------------------------------------- scales
@@ -107,19 +123,32 @@ struct PlaneScales {
   float encode;  // turns a magnitude into a scale
   float factor[128];
 
-  // By all threads, when `global` is there. quarter: magnitudes and values are four times what they should be.
-  __device__ __forceinline__ void fill(bool quarter) {
+  // By one warp. quarter: magnitudes and values are four times what they should be.
+  __device__ __forceinline__ void fill(const float* amax, bool quarter) {
+    const unsigned lane = threadIdx.x % 32u;
+    const Nvfp4Global of = nvfp4_global(*amax);
     const float part = quarter ? 0.25f : 1.0f;
-    const bool far = !(global.encode_sixth > 0x1p-90f && global.encode_sixth < 0x1p+90f);
-    if (threadIdx.x == 0) encode = global.encode_sixth * part;
-    const float decode = decode_scale(threadIdx.x) * global.decode;
+    const bool far = !(of.encode_sixth > 0x1p-90f && of.encode_sixth < 0x1p+90f);
+    if (lane == 0u) {
+      global = of;
+      encode = of.encode_sixth * part;
+    }
+    // Of the eight codes from 1.0 on; the other factors are these times powers of two.
+    const float decode = decode_scale(0x38u + lane % 8u) * of.decode;
     const float of_code = factor_for_halves(decode, reciprocal(decode)) * (part * CodeHalves::kFirst);
+    const float from_one = far ? float_of(kNanBits) : of_code;
+    const auto power = [](unsigned exponent) { return float_of((127u + exponent) << 23); };
+#pragma unroll
+    for (unsigned at = 0u; at < 128u; at += 32u) factor[at + lane] = from_one * power(7u - (at + lane) / 8u);
+    // Codes below 8 are whole numbers of 2^-9.
+    const unsigned top = 31u - __clz(lane % 8u | 1u);
+    const float small = __shfl_sync(kFullWarp, from_one, (lane << (3u - top)) % 8u) * power(9u - top);
     // The factor of zeros keeps all others of that code from being easy, however small.
     static_assert(kFloatMax * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
-    factor[threadIdx.x] = far ? float_of(kNanBits) : threadIdx.x == 0 ? kFloatMax : of_code;
+    if (lane < 8u) factor[lane] = far ? float_of(kNanBits) : lane == 0u ? kFloatMax : small;
+    if (lane == 31u) factor[127] = float_of(kNanBits);
   }
 };
-static_assert(NvConfig::kThreads == 128, "a code a thread");
 
 struct EasyScale {
   uint32_t code;
@@ -143,10 +172,10 @@ struct EasyScale {
 struct FourRows {
   uint32_t word[NvWhole::kRowsAtOnce][4];
 
-  __device__ __forceinline__ void load(const bf16_t* from, int64_t stride) {
+  __device__ __forceinline__ void load(const uint4* from) {
 #pragma unroll
     for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-      const uint4 v = load_bulk(reinterpret_cast<const uint4*>(from + i * stride));
+      const uint4 v = from[i * NvConfig::kThreads];
       word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
     }
   }
@@ -262,13 +291,49 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
   return pack_hard_column(pair, from.global);
 }
 
-// ---------------------------------------------------------------------------------------------- kernel
-// The eight scales of a line.
-__device__ __forceinline__ void store_scales(const uint8_t (&scales)[8], const NvPlane& plane, int64_t line,
-                                             int64_t block) {
-  uint8_t* to = plane.scale + line * (plane.data.cols / (kBlock / 2)) + block;
-  *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(scales);
+// ---------------------------------------------------------------------------------------------- tiles
+// Where the scales of a tile's line go. They stay in L2 until the lines there are whole.
+__device__ __forceinline__ uint8_t* scales_of(const NvPlane& plane, int64_t line, int64_t tile) {
+  return plane.scale + line * (plane.data.cols / (kBlock / 2)) + tile * (TileConfig::kTile / kBlock);
 }
+
+__device__ __forceinline__ void store_scales(uint8_t* to, uint2 scales) {
+  asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(scales.x), "r"(scales.y),
+               "l"(keep_in_l2())
+               : "memory");
+}
+
+__device__ __forceinline__ void store_scales(uint8_t* to, uint2 first, uint2 second) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(first.x), "r"(first.y),
+               "r"(second.x), "r"(second.y), "l"(keep_in_l2())
+               : "memory");
+}
+
+// Blocks 0 to tall - 1 have kTall tiles each, from the lowest ones up: L2 still holds the end of what the amax has been
+// taken of. The others have one each, of the rows of tiles above.
+struct TileOrder {
+  unsigned across;  // tiles
+  unsigned down;
+  unsigned tall;  // a multiple of across
+
+  static TileOrder of(int64_t rows, int64_t cols) {
+    constexpr int kTile = TileConfig::kTile;
+    TileOrder order{static_cast<unsigned>(cols / kTile), static_cast<unsigned>(rows / kTile), 0u};
+    // As many as there is room for at once, some times. The rest evens out when they end.
+    const int64_t room = static_cast<int64_t>(multiprocessors()) * NvWhole::kBlocksPerSm;
+    const int64_t pairs = rows / kTile * order.across / NvWhole::kTall / room * room;
+    if (order.down % NvWhole::kTall == 0u) order.tall = static_cast<unsigned>(pairs / order.across) * order.across;
+    return order;
+  }
+  int blocks() const { return grid_size(static_cast<int64_t>(down) * across - (NvWhole::kTall - 1) * tall); }
+  __device__ __forceinline__ bool is_tall() const { return blockIdx.x < tall; }
+  // Of the uppermost tile.
+  __device__ __forceinline__ unsigned row() const {
+    if (is_tall()) return down - NvWhole::kTall * (blockIdx.x / across + 1u);
+    return down - (NvWhole::kTall - 1u) * (tall / across) - 1u - blockIdx.x / across;
+  }
+  __device__ __forceinline__ unsigned col() const { return across - 1u - blockIdx.x % across; }
+};
 
 struct NvShared {
   uint4 patch[kBlock][NvConfig::kThreads];
@@ -277,78 +342,111 @@ struct NvShared {
   PlaneScales col;
 };
 
+// 16 rows to shared memory, four at a time.
+__device__ __forceinline__ void fetch_rows(const bf16_t* from, int64_t stride, uint4* to) {
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    copy_async(to + i * NvConfig::kThreads, from + i * stride);
+    if (i % NvWhole::kRowsAtOnce == NvWhole::kRowsAtOnce - 1) commit_copies();
+  }
+}
+
+__device__ __forceinline__ void wait_for_rows(int step) {
+  static_assert(kBlock == 4 * NvWhole::kRowsAtOnce, "four steps");
+  switch (step) {
+    case 0: return wait_for_all_but<3>();
+    case 1: return wait_for_all_but<2>();
+    case 2: return wait_for_all_but<1>();
+    default: return wait_for_all_but<0>();
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- kernel
 template <bool kHadamard>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
-    nvfp4_whole_kernel(TileInput<bf16_t> x, NvPlane row, NvPlane col, const float* noop) {
+    nvfp4_whole_kernel(TileInput<bf16_t> x, NvPlane row, NvPlane col, TileOrder order, const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr int kTile = TileConfig::kTile;
   constexpr int kCols = NvPatch<bf16_t>::kCols;
-  static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile, "square tiles");
+  static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile && NvConfig::kThreads == kTile, "square tiles");
+  static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
   __shared__ NvShared shared;
   if (is_noop(noop)) return;
   __builtin_assume(threadIdx.x < NvConfig::kThreads);
-  // Backwards: L2 still holds the end of what the amax has been taken of.
-  const TilePlace tile{static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile,
-                       static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kTile};
-  const int lane = static_cast<int>(threadIdx.x) % NvConfig::kLanes;
-  const int group = static_cast<int>(threadIdx.x) / NvConfig::kLanes;
-  const int64_t first = tile.row + group * kBlock;
-  const bf16_t* from = x.data + first * x.stride + tile.col + lane * kCols;
-  FourRows rows;
-  rows.load(from, x.stride);
-  const bool with_rows = row.data.data != nullptr;
-  if (threadIdx.x == 0 && with_rows) shared.row.global = nvfp4_global(*row.amax);
-  if (threadIdx.x == 32) shared.col.global = nvfp4_global(*col.amax);
-  __syncthreads();
-  if (with_rows) shared.row.fill(false);
-  shared.col.fill(kHadamard);
-  __syncthreads();
-  uint8_t* to = row.data.data + first * row.data.cols + (tile.col + lane * kCols) / 2;
-  uint8_t* scales = &shared.planes.row_scales[group * kBlock][lane / 2];
-  uint4* mine = &shared.patch[0][threadIdx.x];
-  const auto handle = [&](const FourRows& rows) {
-#pragma unroll
-    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-      mine[i * NvConfig::kThreads] = make_uint4(rows.word[i][0], rows.word[i][1], rows.word[i][2], rows.word[i][3]);
-    }
-    mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
-    if (!with_rows) return;
-    write_four_rows(rows, shared.row, to, row.data.cols, scales);
-    to += NvWhole::kRowsAtOnce * row.data.cols;
-    scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
-  };
-#pragma unroll 1
-  for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; step += 2) {
-    FourRows later;
-    from += NvWhole::kRowsAtOnce * x.stride;
-    later.load(from, x.stride);
-    handle(rows);
-    from += NvWhole::kRowsAtOnce * x.stride;
-    if (step == 0) rows.load(from, x.stride);
-    handle(later);
-  }
-#pragma unroll 1
-  for (unsigned turn = 0; turn < 4u; ++turn) {
-    // Each eight lanes have columns of their own, so that they meet every bank once.
-    const unsigned w = (turn + threadIdx.x / 8u) % 4u;
-    const auto* words = reinterpret_cast<const uint32_t*>(&shared.patch[0][threadIdx.x]) + w;
-    uint32_t word[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const ColumnCodes made =
-          kHadamard ? transformed_column(word, e, shared.col) : column_as_it_is(word, e, shared.col);
-      const int line = lane * kCols + static_cast<int>(2u * w) + e;
-      shared.planes.codes.put(line, group, made.codes);
-      shared.planes.col_scales[line][group] = static_cast<uint8_t>(made.scale);
-    }
-  }
-  __syncthreads();
   const int line = static_cast<int>(threadIdx.x);
-  if (with_rows) store_scales(shared.planes.row_scales[line], row, tile.row + line, tile.col / kBlock);
-  store_scales(shared.planes.col_scales[line], col, tile.col + line, tile.row / kBlock);
-  shared.planes.codes.template flush<true>(col.data, tile.col, tile.row / 2, true);
+  const int lane = line % NvConfig::kLanes;
+  const int group = line / NvConfig::kLanes;
+  const bool tall = order.is_tall();
+  const int64_t tile_col = order.col();
+  int64_t tile_row = order.row();
+  int64_t first = tile_row * kTile + group * kBlock;
+  const bf16_t* from = x.data + first * x.stride + tile_col * kTile + lane * kCols;
+  fetch_rows(from, x.stride, &shared.patch[0][line]);
+  const bool with_rows = row.data.data != nullptr;
+  if (threadIdx.x < 32) {
+    if (with_rows) shared.row.fill(row.amax, false);
+  } else if (threadIdx.x < 64) {
+    shared.col.fill(col.amax, kHadamard);
+  }
+  __syncthreads();
+  // Of the first of the thread's columns, as Stage::put has it.
+  uint2* const codes = &shared.planes.codes.unit[lane * kCols * NvConfig::kGroups + (group ^ (lane % kCols))];
+  uint8_t* const scales = &shared.planes.col_scales[lane * kCols][group];
+  uint2 before = make_uint2(0u, 0u);
+#pragma unroll 1
+  for (bool last = !tall;; last = true) {
+    uint8_t* to = row.data.data + first * row.data.cols + (tile_col * kTile + lane * kCols) / 2;
+    uint8_t* row_scales = &shared.planes.row_scales[group * kBlock][lane / 2];
+    const uint4* mine = &shared.patch[0][line];
+#pragma unroll 1
+    for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
+      wait_for_rows(step);
+      if (!with_rows) continue;
+      FourRows rows;
+      rows.load(mine);
+      write_four_rows(rows, shared.row, to, row.data.cols, row_scales);
+      mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
+      to += NvWhole::kRowsAtOnce * row.data.cols;
+      row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
+    }
+#pragma unroll 1
+    for (unsigned turn = 0; turn < 4u; ++turn) {
+      // Each eight lanes have columns of their own, so that they meet every bank once.
+      const unsigned w = (turn + threadIdx.x / 8u) % 4u;
+      const auto* words = reinterpret_cast<const uint32_t*>(&shared.patch[0][line]) + w;
+      uint32_t word[kBlock];
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
+#pragma unroll
+      for (unsigned e = 0u; e < 2u; ++e) {
+        const ColumnCodes made =
+            kHadamard ? transformed_column(word, e, shared.col) : column_as_it_is(word, e, shared.col);
+        codes[(2u * w + e) * NvConfig::kGroups] = made.codes;
+        scales[(2u * w + e) * Tile::kColScales] = static_cast<uint8_t>(made.scale);
+      }
+    }
+    if (!last) fetch_rows(from + kTile * x.stride, x.stride, &shared.patch[0][line]);
+    __syncthreads();
+    const auto eight = [](const uint8_t(&of)[8]) { return *reinterpret_cast<const uint2*>(of); };
+    if (with_rows) {
+      store_scales(scales_of(row, tile_row * kTile + line, tile_col), eight(shared.planes.row_scales[line]));
+    }
+    const uint2 now = eight(shared.planes.col_scales[line]);
+    if (last) {
+      uint8_t* out = scales_of(col, tile_col * kTile + line, tall ? tile_row - 1 : tile_row);
+      if (tall) {
+        store_scales(out, before, now);
+      } else {
+        store_scales(out, now);
+      }
+    }
+    shared.planes.codes.template flush<true>(col.data, tile_col * kTile, tile_row * (kTile / 2), true);
+    if (last) return;
+    __syncthreads();
+    before = now;
+    ++tile_row;
+    first += kTile;
+  }
 }
 
 }  // namespace
@@ -361,14 +459,13 @@ bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float
   const bool hadamard = options.hadamard;
   if (out.col_data == nullptr || x.dtype != Float::kBF16 || x.rows % kTile != 0 || x.cols % kTile != 0 ||
       !tile_input<bf16_t>(x).vector || !row.data.is_whole() || !col.data.is_whole() || !aligned(out.row_scale, 8) ||
-      !aligned(out.col_scale, 8) || options.two_d || (hadamard && options.signs != kHadamardSigns) ||
-      x.rows / kTile > 65535) {  // what a grid has downwards
+      !aligned(out.col_scale, 16) || options.two_d || (hadamard && options.signs != kHadamardSigns)) {
     return false;
   }
-  const dim3 tiles(static_cast<unsigned>(x.cols / kTile), static_cast<unsigned>(x.rows / kTile));
+  const TileOrder order = TileOrder::of(x.rows, x.cols);
   const auto kernel = hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>;
-  kernel<<<tiles, NvConfig::kThreads, 0, stream_of(lane)>>>(tile_input<bf16_t>(x), row, col, noop);
-  check_launch("nvfp4_whole_kernel");
+  launch("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, tile_input<bf16_t>(x), row, col, order,
+         noop);
   return true;
 }
 

@@ -44,8 +44,6 @@ int launch_made(const char* name, Kernel kernel, const Made& x, Lane lane, const
 }
 
 // ---------------------------------------------------------------------------------------------- operands
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 // What a thread has of one tile. Rows and columns fit 32 bits (check::is_fused): 64-bit sums cost twice.
 struct PatchPlace {
   int row;
@@ -96,9 +94,7 @@ struct OperandRing {
     for (int i = 0; i < kRows; ++i) fetch(x, cursor, i);
   }
   // Until the oldest row is there.
-  __device__ __forceinline__ void wait() const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kRows - 1) : "memory");
-  }
+  __device__ __forceinline__ void wait() const { wait_for_all_but<kRows - 1>(); }
 };
 
 // ---------------------------------------------------------------------------------------------- making
