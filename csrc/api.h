@@ -90,7 +90,7 @@ struct Nvfp4Options {
 // lane: number of threads on the CPU, the stream handle on a GPU.
 using Lane = int64_t;
 
-// Floats that quantize_current finds an amax in: on a GPU, many blocks each have one to write.
+// Floats that an amax is found in: on a GPU, many blocks each have one to write.
 constexpr int kAmaxRoom = 1024;
 
 #define TED_DECLARE_BACKEND(backend)                                                                             \
@@ -120,6 +120,9 @@ constexpr int kAmaxRoom = 1024;
   /* row [M,K/2], col [K,M/2]; E4M3 scales [rup(M,128), rup(ceil(K/16),4)] and M, K swapped. */                  \
   void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col, \
                       const Planes& out, const float* noop, Lane lane);                                          \
+  /* amax_nvfp4 and quantize_nvfp4. room: [2, kAmaxRoom], as it is. */                                           \
+  void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,    \
+                              float* room, const Planes& out, const float* noop, Lane lane);                     \
   /* The dequantizers write [M,K]; columnwise says which plane `data` is. */                                     \
   void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,               \
                          const Output& out, Lane lane);                                                          \

@@ -57,6 +57,14 @@ class Reader {
     uint8_t* col = pointer<uint8_t>();
     return Planes{row, row_scale, col, pointer<void>()};
   }
+  Nvfp4Options nvfp4_options() {
+    Nvfp4Options options{};
+    options.two_d = flag();
+    options.hadamard = flag();
+    options.signs = static_cast<uint32_t>(integer());
+    options.rng = pointer<const int64_t>();
+    return options;
+  }
   Vector vector() {
     const void* data = pointer<const void>();
     return Vector{data, dtype()};
@@ -235,17 +243,25 @@ const Entry kEntries[] = {
     {"quantize_nvfp4",
      [](Reader& r, const Backend& call) {
        const Source x = r.source();
-       Nvfp4Options options{};
-       options.two_d = r.flag();
-       options.hadamard = r.flag();
-       options.signs = static_cast<uint32_t>(r.integer());
-       options.rng = r.pointer<const int64_t>();
+       const Nvfp4Options options = r.nvfp4_options();
        const float* amax_row = r.pointer<const float>();
        const float* amax_col = r.pointer<const float>();
        const Planes out = r.planes();
        const float* noop = r.pointer<const float>();
        const Lane lane = r.last_lane();
        without_gil([&] { call.quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane); });
+     }},
+    {"quantize_nvfp4_current",
+     [](Reader& r, const Backend& call) {
+       const Source x = r.source();
+       const Nvfp4Options options = r.nvfp4_options();
+       float* amax_row = r.pointer<float>();
+       float* amax_col = r.pointer<float>();
+       float* room = r.pointer<float>();
+       const Planes out = r.planes();
+       const float* noop = r.pointer<const float>();
+       const Lane lane = r.last_lane();
+       without_gil([&] { call.quantize_nvfp4_current(x, options, amax_row, amax_col, room, out, noop, lane); });
      }},
     {"dequantize_tensor",
      [](Reader& r, const Backend& call) {
@@ -411,7 +427,8 @@ bool bind_backend(PyObject* module, const Backend& backend) {
 #define TED_BACKEND(name)                                                                                  \
   Backend {                                                                                                \
     #name, name::amax, name::cast_scaled, name::cast_current, name::quantize_current, name::quantize_block, \
-        name::quantize_mxfp8, name::amax_nvfp4, name::quantize_nvfp4, name::dequantize_tensor,             \
+        name::quantize_mxfp8, name::amax_nvfp4, name::quantize_nvfp4, name::quantize_nvfp4_current,        \
+        name::dequantize_tensor,                                                                           \
         name::dequantize_block, name::dequantize_mxfp8, name::dequantize_nvfp4, name::transpose_bytes,     \
         name::transpose_nibbles, name::swizzle_scales, name::produce, name::norm_backward,                 \
         name::reduce_partials, name::advance_scales                                                        \

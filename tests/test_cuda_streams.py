@@ -122,6 +122,25 @@ def test_how_many_launches_current_scaling_takes(planes: dict[str, bool]) -> Non
     assert len(kernels_of(lambda: quantizer.quantize(x[:128, :256]))) == 1
 
 
+@pytest.mark.parametrize("rht", [False, True])
+def test_how_many_launches_nvfp4_takes(rht: bool) -> None:
+    x = varied((2048, 2048), torch.bfloat16).cuda()
+    for planes in ({}, {"rowwise": False}):
+        found = kernels_of(lambda planes=planes: te_dist.NVFP4Quantizer(with_rht=rht, **planes).quantize(x))
+        assert ["amax" in name for name in found] == [True, False], found
+
+
+def test_nvfp4_of_several_tensors_in_a_row() -> None:
+    """The cast starts before the amax has ended, and what they share is used again at once."""
+    quantizer = te_dist.NVFP4Quantizer(with_rht=True)
+    inputs = [varied((1024, 2048), torch.bfloat16, seed).cuda() * 7.0**seed for seed in range(5)]
+    expected = [quantizer.quantize(x) for x in inputs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for made, e in zip([quantizer.quantize(x) for x in inputs], expected, strict=True):
+            assert_same_storage(made, e, "again")
+
+
 @pytest.mark.parametrize("build", [name for name in BUILDS if name != "plain"])
 def test_how_many_launches_current_scaling_takes_of_what_is_made(build: str) -> None:
     producer = BUILDS[build](matrix(512, 640, torch.bfloat16).cuda())

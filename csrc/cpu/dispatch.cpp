@@ -122,13 +122,16 @@ void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, f
   kernels().amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
 }
 
-void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                    const Planes& out, const float* noop, Lane lane) {
+namespace {
+
+// Whether there is anything to do.
+bool check_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                 const Planes& out, const float* noop) {
   check::plain(x);
   check_noop(noop);
   check::planes(out, 1, is_empty(x));
   check::aligned("rng", options.rng, alignof(int64_t));
-  if (is_empty(x)) return;
+  if (is_empty(x)) return false;
   if (out.row_data != nullptr) {
     check::required("amax_row", amax_row, alignof(float));
     check::nibbles("columns", x.cols);
@@ -138,7 +141,23 @@ void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* a
     check::nibbles("rows", x.rows);
     check::hadamard(options, x.rows);
   }
+  return true;
+}
+
+}  // namespace
+
+void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                    const Planes& out, const float* noop, Lane lane) {
+  if (!check_nvfp4(x, options, amax_row, amax_col, out, noop)) return;
   kernels().quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane);
+}
+
+void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+                            float* room, const Planes& out, const float* noop, Lane lane) {
+  if (!check_nvfp4(x, options, amax_row, amax_col, out, noop)) {
+    return amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
+  }
+  kernels().quantize_nvfp4_current(x, options, amax_row, amax_col, room, out, noop, lane);
 }
 
 void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,

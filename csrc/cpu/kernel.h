@@ -33,6 +33,7 @@ decltype(cpu::quantize_block) quantize_block;
 decltype(cpu::quantize_mxfp8) quantize_mxfp8;
 decltype(cpu::amax_nvfp4) amax_nvfp4;
 decltype(cpu::quantize_nvfp4) quantize_nvfp4;
+decltype(cpu::quantize_nvfp4_current) quantize_nvfp4_current;
 decltype(cpu::dequantize_tensor) dequantize_tensor;
 decltype(cpu::dequantize_block) dequantize_block;
 decltype(cpu::dequantize_mxfp8) dequantize_mxfp8;

@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
                 const float* noop) {
   constexpr int kWarps = AmaxConfig::kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
+  let_next_kernel_start();
   if (is_noop(noop)) return;
   const int lane = threadIdx.x % 32;
   const int64_t items = rows * chunks;
@@ -124,7 +125,7 @@ int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumula
     if (!direct && out.parts != nullptr) parts = blocks;
     if (!direct && parts == 0 && !accumulate) launch_amax_reset(out.amax, second, noop, lane);
     launch("amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, lane, static_cast<const T*>(x.data),
-           rows, cols, x.stride, chunks, AmaxResult{out, second, direct, accumulate}, noop);
+           rows, cols, x.stride, chunks, AmaxResult{out, parts != 0 ? nullptr : second, direct, accumulate}, noop);
   });
   return parts;
 }

@@ -34,6 +34,23 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
+// The same of a kernel that may start before the one in front of it in the stream has ended, on GPUs that have that. It
+// calls wait_for_kernel_before in front of what depends on it; everything before that one has ended.
+template <typename... Parameters, typename... Arguments>
+void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, int threads, Lane lane,
+                  const Arguments&... arguments) {
+  cudaLaunchAttribute close{};
+  close.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  close.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream_of(lane);
+  config.attrs = &close;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
 // A number that the current device has more than none of. Asked for at every launch, so remembered. Two threads that
 // race here store the same number.
 template <cudaDeviceAttr kWhat>
@@ -110,6 +127,20 @@ inline bool nothing_to_quantize(const Input& x, const Planes& out, std::uintptr_
 }
 
 // ---------------------------------------------------------------------------------------------- device
+// Blocks of the next kernel in the stream may take the place of this one's, as they end.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Until it has ended, and what it wrote can be read.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ bool is_noop(const float* noop) { return noop != nullptr && *noop != 0.0f; }
 
 // Floats of type T in 32-bit words. A raw magnitude is the element's own bits without the sign: its unsigned

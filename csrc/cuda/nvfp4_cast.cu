@@ -4,10 +4,12 @@
 namespace te_dist {
 namespace cuda {
 
-void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                    const Planes& out, const float* noop, Lane lane) {
+namespace {
+
+bool check_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                 const Planes& out) {
   check::plain(x);
-  if (nothing_to_quantize(x, out, 1)) return;
+  if (nothing_to_quantize(x, out, 1)) return false;
   if (out.row_data != nullptr) {
     check::nibbles("columns", x.cols);
     check::required("amax_row", amax_row, sizeof(float));
@@ -17,9 +19,32 @@ void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* a
     check::hadamard(options, x.rows);
     check::required("amax_col", amax_col, sizeof(float));
   }
+  return true;
+}
+
+}  // namespace
+
+void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                    const Planes& out, const float* noop, Lane lane) {
+  if (!check_nvfp4(x, options, amax_row, amax_col, out)) return;
   if (options.rng != nullptr) return launch_nvfp4_random(x, options, amax_row, amax_col, out, noop, lane);
-  if (launch_nvfp4_whole(x, options, amax_row, amax_col, out, noop, lane)) return;
+  if (is_nvfp4_whole(x, options, out)) {
+    return launch_nvfp4_whole(x, options, amax_row, amax_col, NvParts{}, out, noop, lane);
+  }
   launch_nvfp4<false>(x, options, amax_row, amax_col, out, noop, lane);
+}
+
+void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+                            float* room, const Planes& out, const float* noop, Lane lane) {
+  const bool any = check_nvfp4(x, options, amax_row, amax_col, out);
+  if (!any || options.rng != nullptr || !has_clusters() || !is_nvfp4_whole(x, options, out)) {
+    amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
+    if (any) quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane);
+    return;
+  }
+  check::required("room", room, sizeof(float));
+  const NvParts parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
+  launch_nvfp4_whole(x, options, amax_row, amax_col, parts, out, noop, lane);
 }
 
 }  // namespace cuda

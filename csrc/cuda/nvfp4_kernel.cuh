@@ -44,6 +44,15 @@ struct NvPlane {
   const float* amax;
 };
 
+// Amaxes as blocks of the kernel before have found them (AmaxOut). Whole tiles take these as well.
+struct NvParts {
+  const float* row;
+  const float* col;
+  int count;  // 0: they are in place
+  float* row_amax;  // either may be null; where they go
+  float* col_amax;
+};
+
 struct NvRule {
   bool two_d;
   bool hadamard;
@@ -455,9 +464,14 @@ void launch_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax
 void launch_nvfp4_random(const Input& x, const Nvfp4Options& options, const float* amax_row,
                          const float* amax_col, const Planes& out, const float* noop, Lane lane);
 
-// nvfp4_whole.cu's, for round to nearest; false: it is not for that one.
-bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                        const Planes& out, const float* noop, Lane lane);
+// nvfp4_whole.cu's, and whether it is for that one.
+bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& out);
+void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                        const NvParts& parts, const Planes& out, const float* noop, Lane lane);
+
+// nvfp4_amax.cu's, as amax_nvfp4. room: [2, kAmaxRoom]. Where parts.count is 0, the amaxes are in place.
+NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,
+                          const float* noop, Lane lane);
 
 }  // namespace cuda
 }  // namespace te_dist

@@ -10,6 +10,7 @@
 // Hence the multiplications where shifts would do, and blocks that take two tiles, one below the other, whose column
 // scales are written together. (More tiles a block are slower: all blocks come to write at the same time, and lines of
 // scales leave L2 before their neighbours have added theirs. So are clusters that put their scales together.)
+#include "amax.cuh"
 #include "copy.cuh"
 #include "nvfp4_kernel.cuh"
 #include "powers.cuh"
@@ -81,8 +82,8 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
   const auto two = [&](int i) {
     const uint32_t bits = cut_to_halves(at(i), at(i + 2));
     if (kMost == Ties::kNone) return bits;
-    const uint32_t up = (bits & odd_codes) >> 9;
-    return bits + (kMost == Ties::kAll ? up | ((bits >> 10 | bits >> 11) & all) : up);
+    if (kMost == Ties::kOdd) return bits + ((bits & odd_codes) >> 9);
+    return bits + ((bits >> 9 & odd_codes >> 9) | ((bits >> 10 | bits >> 11) & all));
   };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t even = __byte_perm(two(0), two(4), 0x7531);
@@ -124,9 +125,9 @@ struct PlaneScales {
   float factor[128];
 
   // By one warp. quarter: magnitudes and values are four times what they should be.
-  __device__ __forceinline__ void fill(const float* amax, bool quarter) {
+  __device__ __forceinline__ void fill(float amax, bool quarter) {
     const unsigned lane = threadIdx.x % 32u;
-    const Nvfp4Global of = nvfp4_global(*amax);
+    const Nvfp4Global of = nvfp4_global(amax);
     const float part = quarter ? 0.25f : 1.0f;
     const bool far = !(of.encode_sixth > 0x1p-90f && of.encode_sixth < 0x1p+90f);
     if (lane == 0u) {
@@ -364,7 +365,8 @@ __device__ __forceinline__ void wait_for_rows(int step) {
 // ---------------------------------------------------------------------------------------------- kernel
 template <bool kHadamard>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
-    nvfp4_whole_kernel(TileInput<bf16_t> x, NvPlane row, NvPlane col, TileOrder order, const float* noop) {
+    nvfp4_whole_kernel(TileInput<bf16_t> x, NvPlane row, NvPlane col, NvParts parts, TileOrder order,
+                       const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr int kTile = TileConfig::kTile;
   constexpr int kCols = NvPatch<bf16_t>::kCols;
@@ -383,10 +385,18 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const bf16_t* from = x.data + first * x.stride + tile_col * kTile + lane * kCols;
   fetch_rows(from, x.stride, &shared.patch[0][line]);
   const bool with_rows = row.data.data != nullptr;
+  // What a warp finds of the parts is the whole, which the first block keeps.
+  const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
+    if (parts.count == 0) return *in_place;
+    wait_for_kernel_before();
+    const float amax = amax_of_parts(of_blocks, parts.count);
+    if (blockIdx.x == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
+    return amax;
+  };
   if (threadIdx.x < 32) {
-    if (with_rows) shared.row.fill(row.amax, false);
+    if (with_rows) shared.row.fill(amax_of(row.amax, parts.row, parts.row_amax), false);
   } else if (threadIdx.x < 64) {
-    shared.col.fill(col.amax, kHadamard);
+    shared.col.fill(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
   }
   __syncthreads();
   // Of the first of the thread's columns, as Stage::put has it.
@@ -451,22 +461,29 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
 
 }  // namespace
 
-bool launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                        const Planes& out, const float* noop, Lane lane) {
+bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
   constexpr int kTile = TileConfig::kTile;
+  return out.col_data != nullptr && x.dtype == Float::kBF16 && x.rows % kTile == 0 && x.cols % kTile == 0 &&
+         tile_input<bf16_t>(x).vector && nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() &&
+         nv_col_plane(x, out, nullptr).data.is_whole() && aligned(out.row_scale, 8) && aligned(out.col_scale, 16) &&
+         !options.two_d && !(options.hadamard && options.signs != kHadamardSigns);
+}
+
+void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                        const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
   const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
   const NvPlane col = nv_col_plane(x, out, amax_col);
-  const bool hadamard = options.hadamard;
-  if (out.col_data == nullptr || x.dtype != Float::kBF16 || x.rows % kTile != 0 || x.cols % kTile != 0 ||
-      !tile_input<bf16_t>(x).vector || !row.data.is_whole() || !col.data.is_whole() || !aligned(out.row_scale, 8) ||
-      !aligned(out.col_scale, 16) || options.two_d || (hadamard && options.signs != kHadamardSigns)) {
-    return false;
-  }
   const TileOrder order = TileOrder::of(x.rows, x.cols);
-  const auto kernel = hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>;
-  launch("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, tile_input<bf16_t>(x), row, col, order,
-         noop);
-  return true;
+  const auto kernel = options.hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>;
+  const auto start = [&](const auto& launcher) {
+    launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, tile_input<bf16_t>(x), row, col,
+             parts, order, noop);
+  };
+  if (parts.count != 0) {
+    start([](const auto&... arguments) { launch_close(arguments...); });
+  } else {
+    start([](const auto&... arguments) { launch(arguments...); });
+  }
 }
 
 }  // namespace cuda

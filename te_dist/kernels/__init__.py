@@ -25,7 +25,7 @@ from te_dist.kernels.backend import (
 from te_dist.kernels.blocks import dequantize_block, dequantize_mxfp8, quantize_block, quantize_mxfp8
 from te_dist.kernels.gradients import column_sums, norm_backward, reduce_partials
 from te_dist.kernels.layout import swizzle_scales, transpose_bytes, transpose_nibbles
-from te_dist.kernels.nvfp4 import amax_nvfp4, dequantize_nvfp4, quantize_nvfp4
+from te_dist.kernels.nvfp4 import amax_nvfp4, dequantize_nvfp4, quantize_nvfp4, quantize_nvfp4_current
 from te_dist.kernels.per_tensor import (
     advance_scales,
     amax,
@@ -68,6 +68,7 @@ __all__ = [
     "quantize_current",
     "quantize_mxfp8",
     "quantize_nvfp4",
+    "quantize_nvfp4_current",
     "reduce_partials",
     "shapes_only",
     "store",

@@ -7,6 +7,7 @@ from torch import Tensor
 from te_dist import reference
 from te_dist.formats import HADAMARD_SIGN_MASK
 from te_dist.kernels.backend import FLOAT_CODE, find, pointer, run, store_all
+from te_dist.kernels.per_tensor import amax_scratch
 from te_dist.kernels.sources import Matrix, described, taken_by
 
 
@@ -73,6 +74,50 @@ def quantize_nvfp4(
         columnwise=col is not None,
     )
     store_all((row, row_scale, col, col_scale), values, noop)
+
+
+def quantize_nvfp4_current(
+    x: Matrix,
+    amax_row: Tensor | None,
+    amax_col: Tensor | None,
+    row: Tensor | None,
+    row_scale: Tensor | None,
+    col: Tensor | None,
+    col_scale: Tensor | None,
+    *,
+    two_d: bool,
+    with_rht: bool,
+    random_signs: bool,
+    rng_state: Tensor | None,
+    noop: Tensor | None = None,
+) -> None:
+    """``amax_nvfp4`` and ``quantize_nvfp4`` in one call."""
+    with_rht = with_rht and col is not None
+    x = taken_by(x, "quantize_nvfp4")
+    kernel = find(x.device, "quantize_nvfp4_current")
+    if kernel is None:
+        amax_nvfp4(x, amax_row, amax_col, with_rht=with_rht, random_signs=random_signs, noop=noop)
+        quantize_nvfp4(
+            x,
+            amax_row,
+            amax_col,
+            row,
+            row_scale,
+            col,
+            col_scale,
+            two_d=two_d,
+            with_rht=with_rht,
+            random_signs=random_signs,
+            rng_state=rng_state,
+            noop=noop,
+        )
+        return
+    room = amax_scratch(x.device, 2)
+    run(
+        kernel, x.device, *described(x), two_d, with_rht, _signs(random_signs), pointer(rng_state),
+        pointer(amax_row), pointer(amax_col), pointer(room), pointer(row), pointer(row_scale), pointer(col),
+        pointer(col_scale), pointer(noop),
+    )  # fmt: skip
 
 
 def dequantize_nvfp4(

@@ -84,9 +84,9 @@ def cast_current(
     store_all((row, col, scale_inv), values, noop)
 
 
-def amax_scratch(device: torch.device) -> Tensor:
-    """What ``quantize_current`` finds an amax in, uninitialised."""
-    return torch.empty(AMAX_ROOM if device.type == "cuda" else 1, dtype=torch.float32, device=device)
+def amax_scratch(device: torch.device, count: int = 1) -> Tensor:
+    """What kernels find `count` amaxes in, uninitialised."""
+    return torch.empty(count * AMAX_ROOM if device.type == "cuda" else count, dtype=torch.float32, device=device)
 
 
 def quantize_current(

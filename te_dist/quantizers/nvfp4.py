@@ -157,33 +157,35 @@ class NVFP4Quantizer(Quantizer):
         rng_state: Tensor | None,
     ) -> None:
         out = cast(NVFP4TensorStorage, out)
-        amax_row, amax_col = out._amax_rowwise, out._amax_columnwise
-        if group is not None:
-            # Reduced apart from `out`, which a no-op flag on this rank must leave alone.
-            amax_row, amax_col = (None if a is None else torch.empty_like(a) for a in (amax_row, amax_col))
-        kernels.amax_nvfp4(
-            x,
-            amax_row,
-            amax_col,
-            with_rht=self.with_rht,
-            random_signs=self.with_random_sign_mask,
-            noop=noop if group is None else None,
-        )
-        if group is not None:
-            all_reduce_amax([amax for amax in (amax_row, amax_col) if amax is not None], group)
-            kernels.store(out._amax_rowwise, amax_row, noop)
-            kernels.store(out._amax_columnwise, amax_col, noop)
+        planes = (out._rowwise_data, out._rowwise_scale_inv, out._columnwise_data, out._columnwise_scale_inv)
+        rht, signs = self.with_rht, self.with_random_sign_mask
+        amaxes = (out._amax_rowwise, out._amax_columnwise)
+        if group is None:
+            kernels.quantize_nvfp4_current(
+                x,
+                *amaxes,
+                *planes,
+                two_d=self.with_2d_quantization,
+                with_rht=rht,
+                random_signs=signs,
+                rng_state=rng_state,
+                noop=noop,
+            )
+            return
+        # Reduced apart from `out`, which a no-op flag on this rank must leave alone.
+        amax_row, amax_col = (None if a is None else torch.empty_like(a) for a in amaxes)
+        kernels.amax_nvfp4(x, amax_row, amax_col, with_rht=rht, random_signs=signs)
+        all_reduce_amax([amax for amax in (amax_row, amax_col) if amax is not None], group)
+        kernels.store(out._amax_rowwise, amax_row, noop)
+        kernels.store(out._amax_columnwise, amax_col, noop)
         kernels.quantize_nvfp4(
             x,
             amax_row,
             amax_col,
-            out._rowwise_data,
-            out._rowwise_scale_inv,
-            out._columnwise_data,
-            out._columnwise_scale_inv,
+            *planes,
             two_d=self.with_2d_quantization,
-            with_rht=self.with_rht,
-            random_signs=self.with_random_sign_mask,
+            with_rht=rht,
+            random_signs=signs,
             rng_state=rng_state,
             noop=noop,
         )
