@@ -8,8 +8,8 @@ namespace cuda {
 namespace {
 
 struct NvAmaxConfig {
-  static constexpr int kThreads = 640;  // few blocks, few parts
-  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kThreads = 320;  // few blocks, few parts
+  static constexpr int kBlocksPerSm = 2;
 };
 
 // max|transform| of column j before the product with 0.25 and the rounding to bf16, which keep the order of

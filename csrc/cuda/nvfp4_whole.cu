@@ -75,21 +75,21 @@ __device__ __forceinline__ Ties ties_of(float factor) {
 // Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
 template <Ties kMost>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
-  const uint32_t odd_codes = ties_of(factor) != Ties::kNone ? 0x02000200u : 0u;
+  const uint32_t odd = ties_of(factor) != Ties::kNone ? 0x00010001u : 0u;
   const uint32_t all = ties_of(factor) == Ties::kAll ? 0x00010001u : 0u;
   if (kMost != Ties::kNone) factor = fabsf(factor);
   const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
   const auto two = [&](int i) {
     const uint32_t bits = cut_to_halves(at(i), at(i + 2));
     if (kMost == Ties::kNone) return bits;
-    if (kMost == Ties::kOdd) return bits + ((bits & odd_codes) >> 9);
-    return bits + ((bits >> 9 & odd_codes >> 9) | ((bits >> 10 | bits >> 11) & all));
+    if (kMost == Ties::kOdd) return bits + ((bits & odd << 9) >> 9);
+    return bits + ((bits >> 9 & odd) | ((bits >> 10 | bits >> 11) & all));
   };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
-  const uint32_t even = __byte_perm(two(0), two(4), 0x7531);
-  const uint32_t odd = __byte_perm(two(1), two(5), 0x7531);
+  const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
+  const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
   const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight + 0x08080808u, bytes); };
-  return select(0x0F0F0F0Fu, to_upper(even) >> 4, to_upper(odd));
+  return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
 }
 
 // ---------------------------------------------------------------------------------------------- scales
@@ -293,9 +293,9 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
-// Where the scales of a tile's line go. They stay in L2 until the lines there are whole.
-__device__ __forceinline__ uint8_t* scales_of(const NvPlane& plane, int64_t line, int64_t tile) {
-  return plane.scale + line * (plane.data.cols / (kBlock / 2)) + tile * (TileConfig::kTile / kBlock);
+// Where a line's scales from `block` on go. They stay in L2 until the lines there are whole.
+__device__ __forceinline__ uint8_t* scales_of(const NvPlane& plane, int64_t line, int64_t block) {
+  return plane.scale + line * (plane.data.cols / (kBlock / 2)) + block;
 }
 
 __device__ __forceinline__ void store_scales(uint8_t* to, uint2 scales) {
@@ -378,12 +378,16 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const int line = static_cast<int>(threadIdx.x);
   const int lane = line % NvConfig::kLanes;
   const int group = line / NvConfig::kLanes;
-  const bool tall = order.is_tall();
-  const int64_t tile_col = order.col();
-  int64_t tile_row = order.row();
-  int64_t first = tile_row * kTile + group * kBlock;
-  const bf16_t* from = x.data + first * x.stride + tile_col * kTile + lane * kCols;
-  fetch_rows(from, x.stride, &shared.patch[0][line]);
+  const unsigned count = order.is_tall() ? NvWhole::kTall : 1u;
+  const int64_t tile_col = static_cast<int64_t>(order.col()) * kTile;
+  int64_t tile_row = static_cast<int64_t>(order.row()) * kTile;
+  int64_t first = tile_row + group * kBlock;
+  const bf16_t* from = x.data + first * x.stride + tile_col + lane * kCols;
+  const auto fetch = [&] {
+    fetch_rows(from, x.stride, &shared.patch[0][line]);
+    from += kTile * x.stride;
+  };
+  fetch();
   const bool with_rows = row.data.data != nullptr;
   // What a warp finds of the parts is the whole, which the first block keeps.
   const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
@@ -402,10 +406,11 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   // Of the first of the thread's columns, as Stage::put has it.
   uint2* const codes = &shared.planes.codes.unit[lane * kCols * NvConfig::kGroups + (group ^ (lane % kCols))];
   uint8_t* const scales = &shared.planes.col_scales[lane * kCols][group];
-  uint2 before = make_uint2(0u, 0u);
+  uint2 now = make_uint2(0u, 0u);
+  uint2 before = now;
 #pragma unroll 1
-  for (bool last = !tall;; last = true) {
-    uint8_t* to = row.data.data + first * row.data.cols + (tile_col * kTile + lane * kCols) / 2;
+  for (unsigned left = count;;) {
+    uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
     uint8_t* row_scales = &shared.planes.row_scales[group * kBlock][lane / 2];
     const uint4* mine = &shared.patch[0][line];
 #pragma unroll 1
@@ -435,27 +440,25 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
         scales[(2u * w + e) * Tile::kColScales] = static_cast<uint8_t>(made.scale);
       }
     }
-    if (!last) fetch_rows(from + kTile * x.stride, x.stride, &shared.patch[0][line]);
+    --left;
+    if (left > 0u) fetch();
     __syncthreads();
     const auto eight = [](const uint8_t(&of)[8]) { return *reinterpret_cast<const uint2*>(of); };
     if (with_rows) {
-      store_scales(scales_of(row, tile_row * kTile + line, tile_col), eight(shared.planes.row_scales[line]));
+      store_scales(scales_of(row, tile_row + line, tile_col / kBlock), eight(shared.planes.row_scales[line]));
     }
-    const uint2 now = eight(shared.planes.col_scales[line]);
-    if (last) {
-      uint8_t* out = scales_of(col, tile_col * kTile + line, tall ? tile_row - 1 : tile_row);
-      if (tall) {
-        store_scales(out, before, now);
-      } else {
-        store_scales(out, now);
-      }
-    }
-    shared.planes.codes.template flush<true>(col.data, tile_col * kTile, tile_row * (kTile / 2), true);
-    if (last) return;
-    __syncthreads();
     before = now;
-    ++tile_row;
+    now = eight(shared.planes.col_scales[line]);
+    if (count == 1u) store_scales(scales_of(col, tile_col + line, tile_row / kBlock), now);
+    shared.planes.codes.template flush<true>(col.data, tile_col, tile_row / 2, true);
+    tile_row += kTile;
     first += kTile;
+    if (left == 0u) break;
+    __syncthreads();
+  }
+  if (count > 1u) {
+    const int64_t first_row = tile_row - NvWhole::kTall * kTile;
+    store_scales(scales_of(col, tile_col + line, first_row / kBlock), before, now);
   }
 }
 
