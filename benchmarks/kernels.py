@@ -28,11 +28,12 @@ L2_BYTES = 64 * 2**20
 
 
 def median_us(functions: list[Callable[[], object]], repeats: int) -> float:
-    """Median time of one call, rotating through `functions`."""
+    """Median time of one call, rotating through `functions`: the mean of theirs, which depend on their data (NVFP4's
+    does, on whether amaxes make values ties)."""
     for function in functions:
         function()
     torch.cuda.synchronize()
-    times = []
+    times: list[list[float]] = [[] for _ in functions]
     for i in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Queue behind a short delay, so that the host's launch time is not part of the measurement.
@@ -41,8 +42,9 @@ def median_us(functions: list[Callable[[], object]], repeats: int) -> float:
         functions[i % len(functions)]()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2]
+        times[i % len(functions)].append(start.elapsed_time(end) * 1e3)
+    medians = [sorted(of_one)[len(of_one) // 2] for of_one in times if of_one]
+    return sum(medians) / len(medians)
 
 
 def copy_bandwidth(repeats: int) -> float:
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    torch.manual_seed(0)
     bandwidth = copy_bandwidth(options.repeats)
     device = torch.cuda.get_device_name()
     print(f"{device}, copy bandwidth {bandwidth / 1e6:.2f} TB/s")
