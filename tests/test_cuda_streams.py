@@ -16,8 +16,8 @@ from te_dist import kernels
 pytestmark = pytest.mark.cuda
 
 
-# One that a single block finds the amax of, and one that takes many.
-SHAPES = ((144, 272), (1040, 1056))
+# One that a single block finds the amax of, one that takes many, and one of whole tiles.
+SHAPES = ((144, 272), (1040, 1056), (1024, 1280))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

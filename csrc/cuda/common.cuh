@@ -34,8 +34,16 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
+// Whether launches go into a graph.
+inline bool is_captured(Lane lane) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream_of(lane), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // The same of a kernel that may start before the one in front of it in the stream has ended, on GPUs that have that. It
-// calls wait_for_kernel_before in front of what depends on it; everything before that one has ended.
+// calls wait_for_kernel_before in front of what depends on it; everything before that one has ended. Not for graphs,
+// which not every driver lets have such pairs.
 template <typename... Parameters, typename... Arguments>
 void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, int threads, Lane lane,
                   const Arguments&... arguments) {

@@ -482,7 +482,7 @@ void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float
     launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, tile_input<bf16_t>(x), row, col,
              parts, order, noop);
   };
-  if (parts.count != 0) {
+  if (parts.count != 0 && !is_captured(lane)) {
     start([](const auto&... arguments) { launch_close(arguments...); });
   } else {
     start([](const auto&... arguments) { launch(arguments...); });
