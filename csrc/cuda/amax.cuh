@@ -69,16 +69,17 @@ __device__ __forceinline__ void give_amax(const AmaxOut& out, float value) {
   out.parts[blockIdx.x] = amax_of_bits(bits_of(value));
 }
 
-// The largest of all blocks' parts, in all lanes of a warp.
+// The largest of all blocks' parts, in all lanes of a warp. Not by way of L1: the kernel that wrote them may have run
+// beside this one.
 __device__ __forceinline__ float amax_of_parts(const float* parts, int count) {
   const auto* bits = reinterpret_cast<const uint32_t*>(parts);
   uint32_t largest = 0u;
 #pragma unroll 8
-  for (int at = static_cast<int>(threadIdx.x % 32); at < count; at += 32) largest = max(largest, __ldg(bits + at));
+  for (int at = static_cast<int>(threadIdx.x % 32); at < count; at += 32) largest = max(largest, __ldcg(bits + at));
   return float_of(__reduce_max_sync(kFullWarp, largest));
 }
 
-// The same in all threads of the block. scratch: one word per warp.
+// The same in all threads of the block, of a kernel that has ended. scratch: one word per warp.
 template <int kThreads>
 __device__ __forceinline__ float amax_of_parts(const float* parts, int count, uint32_t* scratch) {
   constexpr int kEach = (kAmaxRoom - 1) / kThreads + 1;

@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksP
 
 NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,
                           const float* noop, Lane lane) {
+  static_assert(NvAmaxConfig::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
   NvParts parts{};
   const bool has_room = room != nullptr && multiprocessors() * kMostAmaxBlocksPerSm <= kAmaxRoom;
   const AmaxOut row{amax_row, has_room ? room : nullptr};
