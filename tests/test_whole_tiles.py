@@ -227,6 +227,18 @@ def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:
         assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone()), name)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("step", [0, 8, 1032, 3072])
+@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4_rht"])
+def test_rows_at_any_distance(name: str, step: int) -> None:
+    """The same row again and again, rows that overlap, rows of something wider."""
+    base = matrix(256, 3072, torch.bfloat16).cuda().flatten()
+    x = base.as_strided((256, 1024), (step, 1))
+    for planes in PLANES.values():
+        made = [on("cuda", QUANTIZERS[name](rowwise=planes[0], columnwise=planes[1])) for _ in range(2)]
+        assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone(memory_format=torch.contiguous_format)), name)
+
+
 BANDS = ((1280, 1024), (4480, 2048), (2048, 4096), (896, 8192), (640, 1536))
 # More tiles than blocks at once; for norms, rows of several lengths, three of them with more bands than statistics
 # lead by.

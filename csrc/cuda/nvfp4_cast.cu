@@ -37,7 +37,7 @@ void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* a
 void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                             float* room, const Planes& out, const float* noop, Lane lane) {
   const bool any = check_nvfp4(x, options, amax_row, amax_col, out);
-  if (!any || options.rng != nullptr || !has_clusters() || !is_nvfp4_whole(x, options, out)) {
+  if (!any || options.rng != nullptr || !is_nvfp4_whole(x, options, out)) {
     amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
     if (any) quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane);
     return;

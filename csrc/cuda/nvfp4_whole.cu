@@ -3,15 +3,16 @@
 // makes of any tile, in fewer instructions, and in loops: all of a tile's work in one piece does not fit the cache of
 // instructions.
 //
-// A thread has 16 rows of 8 columns. It has them copied to shared memory, and makes the codes of four rows at a time,
-// then those of two columns at a time. Nobody else reads them there.
+// A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of two
+// columns at a time. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
 //
-// What these kernels wait for is the pipe of logic and shifts, and the number of their requests to L2, not the bytes.
-// Hence the multiplications where shifts would do, and blocks that take two tiles, one below the other, whose column
-// scales are written together. (More tiles a block are slower: all blocks come to write at the same time, and lines of
-// scales leave L2 before their neighbours have added theirs. So are clusters that put their scales together.)
+// What these kernels wait for is instructions, those of logic and shifts above all, and the number of their requests to
+// L2, not the bytes. Hence the multiplications where shifts would do, and blocks that take two tiles, one below the
+// other, whose column scales are written together. (More tiles a block are slower: all blocks come to write at the same
+// time, and lines of scales leave L2 before their neighbours have added theirs. So are clusters that put their scales
+// together. And so are more, smaller boxes.)
 #include "amax.cuh"
-#include "copy.cuh"
+#include "boxes.cuh"
 #include "nvfp4_kernel.cuh"
 #include "powers.cuh"
 
@@ -336,36 +337,42 @@ struct TileOrder {
   __device__ __forceinline__ unsigned col() const { return across - 1u - blockIdx.x % across; }
 };
 
-struct NvShared {
-  uint4 patch[kBlock][NvConfig::kThreads];
-  NvTile<bf16_t>::Shared planes;
-  PlaneScales row;
-  PlaneScales col;
+// A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
+struct NvBoxes {
+  CUtensorMap in;         // 4 rows i of all patches: [4][kGroups][128 columns]
+  CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
 };
 
-// 16 rows to shared memory, four at a time.
-__device__ __forceinline__ void fetch_rows(const bf16_t* from, int64_t stride, uint4* to) {
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    copy_async(to + i * NvConfig::kThreads, from + i * stride);
-    if (i % NvWhole::kRowsAtOnce == NvWhole::kRowsAtOnce - 1) commit_copies();
-  }
-}
+struct NvShared {
+  alignas(512) uint2 col_codes[NvPatch<bf16_t>::kCols][NvConfig::kLanes][NvConfig::kGroups];
+  alignas(128) uint4 patch[kBlock][NvConfig::kThreads];
+  alignas(8) uint8_t row_scales[NvConfig::kRows][NvTile<bf16_t>::kRowScales];
+  alignas(8) uint8_t col_scales[NvTile<bf16_t>::kCols][NvTile<bf16_t>::kColScales];
+  PlaneScales row;
+  PlaneScales col;
+  Arrival rows[kBlock / NvWhole::kRowsAtOnce];
 
-__device__ __forceinline__ void wait_for_rows(int step) {
-  static_assert(kBlock == 4 * NvWhole::kRowsAtOnce, "four steps");
-  switch (step) {
-    case 0: return wait_for_all_but<3>();
-    case 1: return wait_for_all_but<2>();
-    case 2: return wait_for_all_but<1>();
-    default: return wait_for_all_but<0>();
+  // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
+  __device__ __forceinline__ uint2* codes_of(int lane, int group) {
+    return &col_codes[0][lane][((group / 2) ^ (lane / 2 % 4)) * 2 + group % 2];
+  }
+};
+
+// All of a tile, by one thread.
+__device__ __forceinline__ void fetch_tile(NvShared& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
+  constexpr int kRows = NvWhole::kRowsAtOnce;
+#pragma unroll
+  for (int i = 0; i < kBlock; i += kRows) {
+    Arrival& arrival = shared.rows[i / kRows];
+    arrival.expect(sizeof(shared.patch[0]) * kRows);
+    load_box(shared.patch[i], boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), i, arrival);
   }
 }
 
 // ---------------------------------------------------------------------------------------------- kernel
 template <bool kHadamard>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
-    nvfp4_whole_kernel(TileInput<bf16_t> x, NvPlane row, NvPlane col, NvParts parts, TileOrder order,
+    nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, NvPlane row, NvPlane col, NvParts parts, TileOrder order,
                        const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr int kTile = TileConfig::kTile;
@@ -382,12 +389,12 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const int64_t tile_col = static_cast<int64_t>(order.col()) * kTile;
   int64_t tile_row = static_cast<int64_t>(order.row()) * kTile;
   int64_t first = tile_row + group * kBlock;
-  const bf16_t* from = x.data + first * x.stride + tile_col + lane * kCols;
-  const auto fetch = [&] {
-    fetch_rows(from, x.stride, &shared.patch[0][line]);
-    from += kTile * x.stride;
-  };
-  fetch();
+  const bool asks = threadIdx.x == 0u;
+  if (asks) {
+#pragma unroll
+    for (Arrival& arrival : shared.rows) arrival.init();
+    fetch_tile(shared, boxes, tile_row, tile_col);
+  }
   const bool with_rows = row.data.data != nullptr;
   // What a warp finds of the parts is the whole, which the first block keeps.
   const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
@@ -403,19 +410,18 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     shared.col.fill(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
   }
   __syncthreads();
-  // Of the first of the thread's columns, as Stage::put has it.
-  uint2* const codes = &shared.planes.codes.unit[lane * kCols * NvConfig::kGroups + (group ^ (lane % kCols))];
-  uint8_t* const scales = &shared.planes.col_scales[lane * kCols][group];
+  uint2* const codes = shared.codes_of(lane, group);
+  uint8_t* const scales = &shared.col_scales[lane * kCols][group];
   uint2 now = make_uint2(0u, 0u);
   uint2 before = now;
 #pragma unroll 1
   for (unsigned left = count;;) {
     uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
-    uint8_t* row_scales = &shared.planes.row_scales[group * kBlock][lane / 2];
+    uint8_t* row_scales = &shared.row_scales[group * kBlock][lane / 2];
     const uint4* mine = &shared.patch[0][line];
 #pragma unroll 1
     for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
-      wait_for_rows(step);
+      shared.rows[step].wait(count - left);
       if (!with_rows) continue;
       FourRows rows;
       rows.load(mine);
@@ -436,21 +442,26 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       for (unsigned e = 0u; e < 2u; ++e) {
         const ColumnCodes made =
             kHadamard ? transformed_column(word, e, shared.col) : column_as_it_is(word, e, shared.col);
-        codes[(2u * w + e) * NvConfig::kGroups] = made.codes;
+        codes[(2u * w + e) * (NvConfig::kLanes * NvConfig::kGroups)] = made.codes;
         scales[(2u * w + e) * Tile::kColScales] = static_cast<uint8_t>(made.scale);
       }
     }
     --left;
-    if (left > 0u) fetch();
+    show_to_copies();
     __syncthreads();
+    if (asks) {
+      if (left > 0u) fetch_tile(shared, boxes, tile_row + kTile, tile_col);
+      store_box(boxes.col_codes, static_cast<int>(tile_row / 2), static_cast<int>(tile_col / kCols), 0,
+                shared.col_codes);
+    }
     const auto eight = [](const uint8_t(&of)[8]) { return *reinterpret_cast<const uint2*>(of); };
     if (with_rows) {
-      store_scales(scales_of(row, tile_row + line, tile_col / kBlock), eight(shared.planes.row_scales[line]));
+      store_scales(scales_of(row, tile_row + line, tile_col / kBlock), eight(shared.row_scales[line]));
     }
     before = now;
-    now = eight(shared.planes.col_scales[line]);
+    now = eight(shared.col_scales[line]);
     if (count == 1u) store_scales(scales_of(col, tile_col + line, tile_row / kBlock), now);
-    shared.planes.codes.template flush<true>(col.data, tile_col, tile_row / 2, true);
+    if (asks) wait_for_stores();
     tile_row += kTile;
     first += kTile;
     if (left == 0u) break;
@@ -462,6 +473,36 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   }
 }
 
+NvBoxes boxes_of(const Input& x, const Planes& out) {
+  constexpr auto kLanes = static_cast<cuuint32_t>(NvConfig::kLanes);
+  constexpr auto kGroups = static_cast<cuuint32_t>(NvConfig::kGroups);
+  constexpr auto kCols = static_cast<cuuint32_t>(NvPatch<bf16_t>::kCols);
+  const auto rows = static_cast<cuuint64_t>(x.rows);
+  const auto cols = static_cast<cuuint64_t>(x.cols);
+  const auto step = static_cast<cuuint64_t>(x.stride) * sizeof(bf16_t);
+  const BoxedMatrix in{const_cast<void*>(x.data),
+                       CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                       {cols, rows / kBlock, kBlock},
+                       {kBlock * step, step},
+                       {kLanes * kCols, kGroups, NvWhole::kRowsAtOnce},
+                       BoxPlaces::kPlain};
+  const BoxedMatrix codes{out.col_data,
+                          CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                          {rows / 2, cols / kCols, kCols},
+                          {kCols * rows / 2, rows / 2},
+                          {kGroups * sizeof(uint2), kLanes, kCols},
+                          BoxPlaces::kSpread};
+  return NvBoxes{map_of(in), map_of(codes)};
+}
+
+// What boxes can be cut out of, where there are any.
+bool has_boxes(const Input& x) {
+  if (!has_clusters()) return false;
+  static const bool built = is_built_for_boxes(reinterpret_cast<const void*>(&nvfp4_whole_kernel<true>));
+  constexpr int64_t kMost = int64_t{1} << 30;
+  return built && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost;
+}
+
 }  // namespace
 
 bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
@@ -469,7 +510,7 @@ bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& o
   return out.col_data != nullptr && x.dtype == Float::kBF16 && x.rows % kTile == 0 && x.cols % kTile == 0 &&
          tile_input<bf16_t>(x).vector && nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() &&
          nv_col_plane(x, out, nullptr).data.is_whole() && aligned(out.row_scale, 8) && aligned(out.col_scale, 16) &&
-         !options.two_d && !(options.hadamard && options.signs != kHadamardSigns);
+         !options.two_d && !(options.hadamard && options.signs != kHadamardSigns) && has_boxes(x);
 }
 
 void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
@@ -477,10 +518,11 @@ void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float
   const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
   const NvPlane col = nv_col_plane(x, out, amax_col);
   const TileOrder order = TileOrder::of(x.rows, x.cols);
+  const NvBoxes boxes = boxes_of(x, out);
   const auto kernel = options.hadamard ? nvfp4_whole_kernel<true> : nvfp4_whole_kernel<false>;
   const auto start = [&](const auto& launcher) {
-    launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, tile_input<bf16_t>(x), row, col,
-             parts, order, noop);
+    launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, row, col, parts, order,
+             noop);
   };
   if (parts.count != 0 && !is_captured(lane)) {
     start([](const auto&... arguments) { launch_close(arguments...); });
