@@ -18,12 +18,12 @@ namespace cuda {
 
 constexpr int kBlock = kNvfp4Block;
 
-// 16 rows of 16 bytes, as bf16 or as floats.
-template <typename T>
+// 16 rows of 16 bytes, or of fewer, as bf16 or as floats.
+template <typename T, int kWords = 4>
 struct NvPatch {
-  static constexpr int kCols = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kCols = 4 * kWords / static_cast<int>(sizeof(T));
   static constexpr int kSharers = kBlock / kCols;  // threads that hold a row's block
-  uint32_t word[kBlock][4];
+  uint32_t word[kBlock][kWords];
 };
 
 // ---------------------------------------------------------------------------------------------- inputs
@@ -53,26 +53,35 @@ void dispatch_nv_patch(Float dtype, Body&& body) {
   body(Tag<float>{});
 }
 
+__device__ __forceinline__ void load_words(const void* from, uint32_t (&word)[4]) {
+  const uint4 v = load_bulk(static_cast<const uint4*>(from));
+  word[0] = v.x;
+  word[1] = v.y;
+  word[2] = v.z;
+  word[3] = v.w;
+}
+
+__device__ __forceinline__ void load_words(const void* from, uint32_t (&word)[2]) {
+  const uint2 v = load_bulk(static_cast<const uint2*>(from));
+  word[0] = v.x;
+  word[1] = v.y;
+}
+
 // What lies outside the tensor is zero.
+template <int kWords>
 __device__ __forceinline__ void load_nv_patch(const TileInput<bf16_t>& x, int64_t row, int64_t col,
-                                              NvPatch<bf16_t>& patch) {
-  constexpr int kCols = NvPatch<bf16_t>::kCols;
+                                              NvPatch<bf16_t, kWords>& patch) {
+  constexpr int kCols = NvPatch<bf16_t, kWords>::kCols;
   const bf16_t* from = x.data + row * x.stride + col;
   if (x.vector && row + kBlock <= x.rows && col + kCols <= x.cols) {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const uint4 v = load_bulk(reinterpret_cast<const uint4*>(from + i * x.stride));
-      patch.word[i][0] = v.x;
-      patch.word[i][1] = v.y;
-      patch.word[i][2] = v.z;
-      patch.word[i][3] = v.w;
-    }
+    for (int i = 0; i < kBlock; ++i) load_words(from + i * x.stride, patch.word[i]);
     return;
   }
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kWords; ++w) {
       const auto* raw = reinterpret_cast<const uint16_t*>(from + i * x.stride);
       uint32_t word = 0u;
 #pragma unroll
@@ -85,13 +94,7 @@ __device__ __forceinline__ void load_nv_patch(const TileInput<bf16_t>& x, int64_
   }
 }
 
-__device__ __forceinline__ void load_four(const float* from, uint32_t (&word)[4]) {
-  const uint4 v = load_bulk(reinterpret_cast<const uint4*>(from));
-  word[0] = v.x;
-  word[1] = v.y;
-  word[2] = v.z;
-  word[3] = v.w;
-}
+__device__ __forceinline__ void load_four(const float* from, uint32_t (&word)[4]) { load_words(from, word); }
 
 __device__ __forceinline__ void load_four(const fp16_t* from, uint32_t (&word)[4]) {
   const uint2 v = load_bulk(reinterpret_cast<const uint2*>(from));
@@ -154,8 +157,8 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
 
 // ---------------------------------------------------------------------------------------------- transform
 // What the transform takes: column j as bf16 values, held in floats.
-template <typename T>
-__device__ __forceinline__ void column_values(const NvPatch<T>& patch, int j, float (&v)[kBlock]) {
+template <typename T, int kWords>
+__device__ __forceinline__ void column_values(const NvPatch<T, kWords>& patch, int j, float (&v)[kBlock]) {
   constexpr int kPer = Words<T>::per_word;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
@@ -171,13 +174,13 @@ __device__ __forceinline__ void flip_standard(float (&v)[kBlock]) {
 }
 
 // Where the transform was asked for with other signs than the standard ones.
-template <typename T>
-__device__ __forceinline__ void flip_rows(NvPatch<T>& patch, uint32_t flips) {
+template <typename T, int kWords>
+__device__ __forceinline__ void flip_rows(NvPatch<T, kWords>& patch, uint32_t flips) {
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     const uint32_t mask = ((flips >> i) & 1u) != 0 ? (sizeof(T) == 2 ? 0x80008000u : 0x80000000u) : 0u;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) patch.word[i][w] ^= mask;
+    for (int w = 0; w < kWords; ++w) patch.word[i][w] ^= mask;
   }
 }
 

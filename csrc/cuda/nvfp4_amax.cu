@@ -7,17 +7,20 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
+// bf16 in patches of half the size: while threads work on their last ones, nothing is read.
+template <typename T>
 struct NvAmaxConfig {
-  static constexpr int kThreads = 320;  // few blocks, few parts
-  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kThreads = sizeof(T) == 2 ? 512 : 320;
+  static constexpr int kBlocksPerSm = 2;  // few parts
+  using Patch = NvPatch<T, sizeof(T) == 2 ? 2 : 4>;
 };
 
 // max|transform| of column j before the product with 0.25 and the rounding to bf16, which keep the order of
 // magnitudes. The last stage's a + b and a - b: the larger magnitude of the two is |a| + |b|.
-template <typename T>
-__device__ __forceinline__ uint32_t transformed_amax(const NvPatch<T>& patch, int j, uint32_t largest) {
+template <typename T, int kWords>
+__device__ __forceinline__ uint32_t transformed_amax(const NvPatch<T, kWords>& patch, int j, uint32_t largest) {
   float v[kBlock];
-  column_values<T>(patch, j, v);
+  column_values(patch, j, v);
   flip_standard(v);
   butterfly_stage<1>(v);
   butterfly_stage<2>(v);
@@ -40,12 +43,14 @@ __device__ __forceinline__ uint32_t transformed_amax(const NvPatch<T>& patch, in
   return largest;
 }
 
-// Both global amaxes where the column path is transformed. A warp takes 16 rows x 512 bytes at a time.
+// Both global amaxes where the column path is transformed. A warp takes a patch a lane at a time, side by side.
 template <typename T>
-__global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksPerSm)
+__global__ void __launch_bounds__(NvAmaxConfig<T>::kThreads, NvAmaxConfig<T>::kBlocksPerSm)
     nvfp4_amax_kernel(NvInput<T> x, unsigned across, unsigned items, uint32_t signs, AmaxOut amax_row,
                       AmaxOut amax_col, const float* noop) {
-  constexpr int kWarps = NvAmaxConfig::kThreads / 32;
+  using Patch = typename NvAmaxConfig<T>::Patch;
+  constexpr int kThreads = NvAmaxConfig<T>::kThreads;
+  constexpr int kWarps = kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
   let_next_kernel_start();
   if (is_noop(noop)) return;
@@ -54,17 +59,17 @@ __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksP
   for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
     const unsigned down = at / across;
     const int64_t column_of_patches = static_cast<int64_t>(at - down * across) * 32 + threadIdx.x % 32;
-    NvPatch<T> patch;
-    load_nv_patch(x, static_cast<int64_t>(down) * kBlock, column_of_patches * NvPatch<T>::kCols, patch);
+    Patch patch;
+    load_nv_patch(x, static_cast<int64_t>(down) * kBlock, column_of_patches * Patch::kCols, patch);
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) row_word = max_of_words<T>(patch.word[i], row_word);
     if (signs != kHadamardSigns) flip_rows(patch, signs ^ kHadamardSigns);
 #pragma unroll
-    for (int j = 0; j < NvPatch<T>::kCols; ++j) col_bits = transformed_amax<T>(patch, j, col_bits);
+    for (int j = 0; j < Patch::kCols; ++j) col_bits = transformed_amax(patch, j, col_bits);
   }
-  const uint32_t row_raw = block_max<NvAmaxConfig::kThreads>(Words<T>::fold(row_word), scratch);
+  const uint32_t row_raw = block_max<kThreads>(Words<T>::fold(row_word), scratch);
   __syncthreads();
-  const uint32_t col_raw = block_max<NvAmaxConfig::kThreads>(col_bits, scratch);
+  const uint32_t col_raw = block_max<kThreads>(col_bits, scratch);
   if (threadIdx.x != 0) return;
   if (amax_row.amax != nullptr) give_amax(amax_row, Words<T>::to_float_of_raw(row_raw));
   if (amax_col.amax != nullptr) give_amax(amax_col, to_float(to_bf16(float_of(col_raw) * 0.25f)));
@@ -74,7 +79,6 @@ __global__ void __launch_bounds__(NvAmaxConfig::kThreads, NvAmaxConfig::kBlocksP
 
 NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,
                           const float* noop, Lane lane) {
-  static_assert(NvAmaxConfig::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
   NvParts parts{};
   const bool has_room = room != nullptr && multiprocessors() * kMostAmaxBlocksPerSm <= kAmaxRoom;
   const AmaxOut row{amax_row, has_room ? room : nullptr};
@@ -89,12 +93,14 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
     parts.col = col.parts;
     dispatch_nv_patch(x.dtype, [&](auto values) {
       using T = TypeOf<decltype(values)>;
-      const int64_t across = ceil_div(x.cols, 32 * NvPatch<T>::kCols);
+      using Config = NvAmaxConfig<T>;
+      static_assert(Config::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
+      const int64_t across = ceil_div(x.cols, 32 * Config::Patch::kCols);
       const int64_t items = grid_size(x.rows / kBlock * across);
-      const int64_t most = static_cast<int64_t>(multiprocessors()) * NvAmaxConfig::kBlocksPerSm;
-      const int blocks = grid_size(smaller(ceil_div(items, NvAmaxConfig::kThreads / 32), most));
+      const int64_t most = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm;
+      const int blocks = grid_size(smaller(ceil_div(items, Config::kThreads / 32), most));
       if (has_room) parts.count = blocks;
-      launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, NvAmaxConfig::kThreads, lane, nv_input(values, x),
+      launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, Config::kThreads, lane, nv_input(values, x),
              static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs, row, col, noop);
     });
   }
