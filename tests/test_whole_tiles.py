@@ -118,23 +118,27 @@ def test_nvfp4_codes_by_halves() -> None:
     assert downwards.sum() == 4
 
 
-@pytest.mark.parametrize("raised", ["odd", "all"])
-def test_nvfp4_codes_where_ties_go_down(raised: str) -> None:
-    """The same, of values that are made a little smaller, and raised by one fp16 step where the code below is odd, or
-    where it is not 0. The kernel's condition for that: wrong are those that come to lie between a tie and the step
-    below it and should go down, and those that fall below a tie and should not."""
+# Which bits of a number are multiplied, and by what; how many fp16 steps below the seven ties are raised to them.
+RAISED = {"odd": (0x200, 2.0**-9, (0, 1, 0, 1, 0, 1, 0)), "all": (0xE00, 2.0**-10, (0, 1, 1, 2, 1, 2, 1))}
+
+
+@pytest.mark.parametrize("which", RAISED)
+def test_nvfp4_codes_where_ties_go_down(which: str) -> None:
+    """The same, of values that are made a little smaller, and raised where the code below is odd, or where it is not 0.
+    The kernel's condition for that: wrong are those that come to lie between a tie and the steps below it and should go
+    down, and those that fall below a tie and should not."""
+    mask, share, steps = RAISED[which]
     values = values_around_codes()
     smaller = values * torch.tensor(1 - 2.0**-21)
     bits = bits_as_halves(smaller)
-    code = bits // 512
-    bits += code % 2 if raised == "odd" else (code > 0).int()
+    number, part = (b.short().view(torch.half).double() for b in (bits, bits & mask))
+    raised = (number + part * share).half().view(torch.int16).int()
     wrong = torch.zeros_like(values, dtype=torch.bool)
     for below, tie in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         goes_up = (values > tie) if below % 2 == 0 else (values >= tie)
-        is_raised = below % 2 == 1 if raised == "odd" else below > 0
-        step = 2.0**-10 * max(1, 2 ** int(math.log2(tie))) if is_raised else 0.0
-        wrong |= goes_up != (smaller.double() >= tie - step)
-    right = (bits + 256) // 512 == reference.encode_e2m1(values).int()
+        step = 2.0**-10 * max(1, 2 ** int(math.log2(tie)))
+        wrong |= goes_up != (smaller.double() >= tie - steps[below] * step)
+    right = (raised + 256) // 512 == reference.encode_e2m1(values).int()
     assert torch.equal(right, ~wrong)
     assert right.sum() > 100_000 and wrong.sum() > 1000
 

@@ -69,13 +69,24 @@ __device__ __forceinline__ void give_amax(const AmaxOut& out, float value) {
   out.parts[blockIdx.x] = amax_of_bits(bits_of(value));
 }
 
-// The largest of all blocks' parts, in all lanes of a warp. Not by way of L1: the kernel that wrote them may have run
-// beside this one.
+// The largest of all blocks' parts, in all lanes of a warp. All loads are on their way at once, as whoever asks waits.
+// Not by way of L1: the kernel that wrote them may have run beside this one. parts: aligned to 16 bytes.
 __device__ __forceinline__ float amax_of_parts(const float* parts, int count) {
-  const auto* bits = reinterpret_cast<const uint32_t*>(parts);
+  constexpr int kLoads = kAmaxRoom / 128;
+  const int first = static_cast<int>(threadIdx.x % 32) * 4;
+  uint4 four[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int at = first + i * 128;
+    four[i] = at < count ? __ldcg(reinterpret_cast<const uint4*>(parts + at)) : make_uint4(0u, 0u, 0u, 0u);
+  }
   uint32_t largest = 0u;
-#pragma unroll 8
-  for (int at = static_cast<int>(threadIdx.x % 32); at < count; at += 32) largest = max(largest, __ldcg(bits + at));
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int left = count - first - i * 128;
+    largest = max(largest, max(four[i].x, left > 1 ? four[i].y : 0u));
+    largest = max(largest, max(left > 2 ? four[i].z : 0u, left > 3 ? four[i].w : 0u));
+  }
   return float_of(__reduce_max_sync(kFullWarp, largest));
 }
 

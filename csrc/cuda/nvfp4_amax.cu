@@ -10,8 +10,8 @@ namespace {
 // bf16 in patches of half the size: while threads work on their last ones, nothing is read.
 template <typename T>
 struct NvAmaxConfig {
-  static constexpr int kThreads = sizeof(T) == 2 ? 512 : 320;
-  static constexpr int kBlocksPerSm = 2;  // few parts
+  static constexpr int kThreads = sizeof(T) == 2 ? 256 : 320;
+  static constexpr int kBlocksPerSm = sizeof(T) == 2 ? 3 : 2;
   using Patch = NvPatch<T, sizeof(T) == 2 ? 2 : 4>;
 };
 

@@ -42,7 +42,7 @@ void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float*
     if (any) quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane);
     return;
   }
-  check::required("room", room, sizeof(float));
+  check::required("room", room, 16);
   const NvParts parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
   launch_nvfp4_whole(x, options, amax_row, amax_col, parts, out, noop, lane);
 }

@@ -36,10 +36,10 @@ __constant__ uint32_t kEight = 8u;
 // those at 0.25, 1.25, 2.5 and 5 should not.
 //
 // Where a block can meet those, its values are made a little smaller, by kBelow, so that a tie becomes the fp16 number
-// below it. One more is then added to the bits where the code below is odd: those ties go up. That is wrong for a value
-// that should go down and is cut off to the same number, and for one that lies so little above 1.25, 2.5 or 5 that it
-// fell below. A block has one value near each tie, so that it is known which it has (factor_for_halves). With values of
-// the latter kind, one more is added wherever the code below is not 0. What neither does right takes the long way.
+// below it. Where the code below is odd, that number is then raised to the tie again. That is wrong for a value that
+// should go down and is cut off to the same number, and for one that lies so little above 1.25, 2.5 or 5 that it fell
+// below. A block has one value near each tie, so that it is known which it has (factor_for_halves). With values of the
+// latter kind, numbers are raised wherever the code below is not 0. What neither does right takes the long way.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
   static constexpr float kLimit = 6.9f * kFirst;
@@ -64,8 +64,8 @@ __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_
 #endif
 }
 
-// Where one more is added: kNone: nowhere, no tie that goes down is met. kOdd, kAll: where the code below is odd, or is
-// not 0. A factor says it by its sign and its last bit.
+// What a factor says by its sign and its last bit. kNone: no tie that goes down is met. kOdd, kAll: where numbers are
+// raised.
 enum class Ties { kNone, kOdd, kAll };
 
 __device__ __forceinline__ Ties ties_of(float factor) {
@@ -73,18 +73,36 @@ __device__ __forceinline__ Ties ties_of(float factor) {
   return bits_of(factor) % 2 == 0 ? Ties::kOdd : Ties::kAll;
 }
 
-// Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
-template <Ties kMost>
+// Raises two fp16 numbers, each to the tie above it if that is a step away. It is an addition that rounds to even, and
+// a number a step below a tie is odd, so that half a step is enough. What is added is a share of some of its own bits.
+//   kOdd: the last bit of the code below, which is 2^-15 or nothing, times 2^-9. One step below 2, half of one below 4.
+//   kAll: the code below, times 2^-10. Half a step from 0.5 on, one from 1, 2 and 4 on, one and a half from 1.5 and 3
+//     on, which raises numbers two steps below a tie as well.
+struct Raise {
+  uint32_t bits;
+  uint32_t share;
+
+  __device__ __forceinline__ explicit Raise(float factor) {
+    const bool all = ties_of(factor) == Ties::kAll;
+    bits = ties_of(factor) == Ties::kNone ? 0x80008000u : all ? 0x8E008E00u : 0x82008200u;
+    share = all ? 0x14001400u : 0x18001800u;
+  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t numbers) const {
+    uint32_t raised;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(raised) : "r"(numbers & bits), "r"(share), "r"(numbers));
+    return raised;
+  }
+};
+
+// Eight bf16 values. factor: times CodeHalves::kFirst; kTies: it may meet some. Nothing scales past 6.9.
+template <bool kTies>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
-  const uint32_t odd = ties_of(factor) != Ties::kNone ? 0x00010001u : 0u;
-  const uint32_t all = ties_of(factor) == Ties::kAll ? 0x00010001u : 0u;
-  if (kMost != Ties::kNone) factor = fabsf(factor);
+  const Raise raise(factor);
+  if (kTies) factor = fabsf(factor);
   const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
   const auto two = [&](int i) {
-    const uint32_t bits = cut_to_halves(at(i), at(i + 2));
-    if (kMost == Ties::kNone) return bits;
-    if (kMost == Ties::kOdd) return bits + ((bits & odd << 9) >> 9);
-    return bits + ((bits >> 9 & odd) | ((bits >> 10 | bits >> 11) & all));
+    const uint32_t numbers = cut_to_halves(at(i), at(i + 2));
+    return kTies ? raise(numbers) : numbers;
   };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
@@ -102,13 +120,13 @@ __device__ __forceinline__ float factor_for_halves(float decode, float exact) {
   const float low[2] = {nearest(1.0f), nearest(1.25f)};
   if (low[0] * exact != 1.0f && low[1] * exact != 1.25f) return exact;
   const float high[2] = {nearest(1.5f), nearest(1.75f)};
-  // fp16's numbers are 2^-10 apart, at 0.75 and at 1.25 and 1.75 alike.
+  // fp16's numbers are 2^-10 apart, at 0.75 and at 1.25 and 1.75 alike. Raise says how far below a tie is enough.
   constexpr float kStep = 1.0f / 1024.0f;
   const auto right = [&](float below, bool all) {
     return (low[0] * below >= 1.0f) == (low[0] * exact > 1.0f) &&
            (low[1] * below >= 1.25f - (all ? kStep : 0.0f)) == (low[1] * exact > 1.25f) &&
            (high[0] * below >= 1.5f - 2.0f * kStep) == (high[0] * exact >= 1.5f) &&
-           (high[1] * below >= 1.75f - kStep) == (high[1] * exact >= 1.75f);
+           (high[1] * below >= 1.75f - (all ? 2.0f : 1.0f) * kStep) == (high[1] * exact >= 1.75f);
   };
   const uint32_t below = bits_of(exact * CodeHalves::kBelow);
   const float odd = float_of(below & ~1u);
@@ -162,11 +180,10 @@ struct EasyScale {
         factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
         largest(bits_of(amax * factor)) {}
 
-  // Whether pack_by_halves can be used, for ties up to `most`. As integers, NaN and all that is below zero are past the
+  // Whether pack_by_halves can be used, with or without ties. As integers, NaN and all that is below zero are past the
   // limit.
-  __device__ __forceinline__ bool is_easy(Ties most) const {
-    if (most == Ties::kNone) return largest < bits_of(CodeHalves::kLimit);
-    return (largest & kAbsMask) < bits_of(CodeHalves::kLimit) && (most == Ties::kAll || ties_of(factor) != Ties::kAll);
+  __device__ __forceinline__ bool is_easy(bool ties) const {
+    return (ties ? largest & kAbsMask : largest) < bits_of(CodeHalves::kLimit);
   }
 };
 
@@ -217,12 +234,11 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Plan
     }
   };
   const float factors[2] = {mine[0].factor, mine[1].factor};
-  const auto all_easy = [&](Ties most) {
-    return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
+  const auto all_easy = [&](bool ties) {
+    return __all_sync(kFullWarp, mine[0].is_easy(ties) && mine[1].is_easy(ties));
   };
-  if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
-  if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
+  if (all_easy(false)) return write(factors, pack_by_halves<false>);
+  if (all_easy(true)) return write(factors, pack_by_halves<true>);
   write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
         [](const uint32_t(&from)[4], float factor) {
           uint32_t word[4] = {from[0], from[1], from[2], from[3]};
@@ -259,10 +275,9 @@ __device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], cons
     to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
     return true;
   };
-  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
-  if (all_easy(Ties::kNone)) return pack(pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return pack(pack_by_halves<Ties::kOdd>);
-  return all_easy(Ties::kAll) && pack(pack_by_halves<Ties::kAll>);
+  const auto all_easy = [&](bool ties) { return __all_sync(kFullWarp, scale.is_easy(ties)); };
+  if (all_easy(false)) return pack(pack_by_halves<false>);
+  return all_easy(true) && pack(pack_by_halves<true>);
 }
 
 // Column e of two that lie in words.
@@ -389,7 +404,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const int64_t tile_col = static_cast<int64_t>(order.col()) * kTile;
   int64_t tile_row = static_cast<int64_t>(order.row()) * kTile;
   int64_t first = tile_row + group * kBlock;
-  const bool asks = threadIdx.x == 0u;
+  const bool asks = threadIdx.x == 64u;  // of a warp that fills no table
   if (asks) {
 #pragma unroll
     for (Arrival& arrival : shared.rows) arrival.init();
