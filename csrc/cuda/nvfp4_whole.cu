@@ -78,32 +78,30 @@ __device__ __forceinline__ Ties ties_of(float factor) {
 //   kOdd: the last bit of the code below, which is 2^-15 or nothing, times 2^-9. One step below 2, half of one below 4.
 //   kAll: the code below, times 2^-10. Half a step from 0.5 on, one from 1, 2 and 4 on, one and a half from 1.5 and 3
 //     on, which raises numbers two steps below a tie as well.
+template <Ties kMost>
 struct Raise {
   uint32_t bits;
   uint32_t share;
 
-  __device__ __forceinline__ explicit Raise(float factor) {
-    const bool all = ties_of(factor) == Ties::kAll;
-    bits = ties_of(factor) == Ties::kNone ? 0x80008000u : all ? 0x8E008E00u : 0x82008200u;
-    share = all ? 0x14001400u : 0x18001800u;
+  __device__ __forceinline__ explicit Raise(float factor) : bits(0x80008000u), share(0x18001800u) {
+    if (ties_of(factor) != Ties::kNone) bits = 0x82008200u;
+    if (kMost == Ties::kAll && ties_of(factor) == Ties::kAll) bits = 0x8E008E00u, share = 0x14001400u;
   }
   __device__ __forceinline__ uint32_t operator()(uint32_t numbers) const {
+    if (kMost == Ties::kNone) return numbers;
     uint32_t raised;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(raised) : "r"(numbers & bits), "r"(share), "r"(numbers));
     return raised;
   }
 };
 
-// Eight bf16 values. factor: times CodeHalves::kFirst; kTies: it may meet some. Nothing scales past 6.9.
-template <bool kTies>
+// Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
+template <Ties kMost>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
-  const Raise raise(factor);
-  if (kTies) factor = fabsf(factor);
+  const Raise<kMost> raise(factor);
+  if (kMost != Ties::kNone) factor = fabsf(factor);
   const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
-  const auto two = [&](int i) {
-    const uint32_t numbers = cut_to_halves(at(i), at(i + 2));
-    return kTies ? raise(numbers) : numbers;
-  };
+  const auto two = [&](int i) { return raise(cut_to_halves(at(i), at(i + 2))); };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
@@ -180,10 +178,11 @@ struct EasyScale {
         factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
         largest(bits_of(amax * factor)) {}
 
-  // Whether pack_by_halves can be used, with or without ties. As integers, NaN and all that is below zero are past the
+  // Whether pack_by_halves can be used, for ties up to `most`. As integers, NaN and all that is below zero are past the
   // limit.
-  __device__ __forceinline__ bool is_easy(bool ties) const {
-    return (ties ? largest & kAbsMask : largest) < bits_of(CodeHalves::kLimit);
+  __device__ __forceinline__ bool is_easy(Ties most) const {
+    if (most == Ties::kNone) return largest < bits_of(CodeHalves::kLimit);
+    return (largest & kAbsMask) < bits_of(CodeHalves::kLimit) && (most == Ties::kAll || ties_of(factor) != Ties::kAll);
   }
 };
 
@@ -234,11 +233,12 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Plan
     }
   };
   const float factors[2] = {mine[0].factor, mine[1].factor};
-  const auto all_easy = [&](bool ties) {
-    return __all_sync(kFullWarp, mine[0].is_easy(ties) && mine[1].is_easy(ties));
+  const auto all_easy = [&](Ties most) {
+    return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
   };
-  if (all_easy(false)) return write(factors, pack_by_halves<false>);
-  if (all_easy(true)) return write(factors, pack_by_halves<true>);
+  if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
+  if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
   write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
         [](const uint32_t(&from)[4], float factor) {
           uint32_t word[4] = {from[0], from[1], from[2], from[3]};
@@ -275,9 +275,10 @@ __device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], cons
     to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
     return true;
   };
-  const auto all_easy = [&](bool ties) { return __all_sync(kFullWarp, scale.is_easy(ties)); };
-  if (all_easy(false)) return pack(pack_by_halves<false>);
-  return all_easy(true) && pack(pack_by_halves<true>);
+  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
+  if (all_easy(Ties::kNone)) return pack(pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return pack(pack_by_halves<Ties::kOdd>);
+  return all_easy(Ties::kAll) && pack(pack_by_halves<Ties::kAll>);
 }
 
 // Column e of two that lie in words.
