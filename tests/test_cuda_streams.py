@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -49,6 +51,33 @@ def test_graph_capture_replays_on_new_values(name: str, shape: tuple[int, int]) 
     assert_same_storage(out, before, "the flag is read at replay")
 
 
+CAPTURED_AT_ONCE = """
+import torch
+import te_dist
+
+quantizer = {quantizer}
+x = torch.randn(256, 256, device="cuda").bfloat16()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    made = quantizer.quantize(x)
+graph.replay()
+assert torch.equal(made.dequantize(), quantizer.quantize(x).dequantize())
+"""
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        "te_dist.NVFP4Quantizer(with_rht=True)",
+        'te_dist.Float8CurrentScalingQuantizer("e4m3")',
+        'te_dist.MXFP8Quantizer("e4m3")',
+    ],
+)
+def test_the_first_call_may_be_captured(quantizer: str) -> None:
+    """What is loaded, asked for and remembered at a first launch is nothing that a capture forbids."""
+    subprocess.run([sys.executable, "-c", CAPTURED_AT_ONCE.format(quantizer=quantizer)], check=True, timeout=120)
+
+
 def test_a_side_stream_orders_the_work() -> None:
     """A long kernel on the side stream comes first: a kernel on another stream would read old values."""
     quantizer = te_dist.Float8BlockQuantizer("e4m3")
@@ -77,11 +106,12 @@ def test_amaxes_of_several_streams_at_once() -> None:
         assert amaxes.tolist() == [x[turn:].abs().max().item() for turn in range(20)]
 
 
+@pytest.mark.parametrize("shape", [(144, 272), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_quantize_never_synchronises(name: str) -> None:
+def test_quantize_never_synchronises(name: str, shape: tuple[int, int]) -> None:
     quantizer = on("cuda", QUANTIZERS[name]())
     rng = rng_for(quantizer, "cuda")
-    x = varied((144, 272), torch.bfloat16).cuda()
+    x = varied(shape, torch.bfloat16).cuda()
     quantizer.quantize(x, rng_state=rng).dequantize()
     torch.cuda.set_sync_debug_mode("error")
     try:
