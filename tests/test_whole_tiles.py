@@ -109,7 +109,7 @@ def bits_as_halves(values: Tensor) -> Tensor:
 
 
 def test_nvfp4_codes_by_halves() -> None:
-    """The arithmetic of csrc/cuda/nvfp4_whole.cu's faster codes: right but for ties that should go down."""
+    """The arithmetic of csrc/cuda/nvfp4_halves.cuh: right but for ties that should go down."""
     values = values_around_codes()
     bits = bits_as_halves(values)
     expected = reference.encode_e2m1(values).int()

@@ -1,0 +1,172 @@
+// E2M1 codes of bf16 values by way of fp16, and the scales of blocks that can take that way: fewer instructions than
+// nvfp4_codes.cuh needs for any block.
+#pragma once
+
+#include "nvfp4.cuh"
+#include "nvfp4_codes.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+// Not known to the compiler, so that it multiplies.
+static __constant__ uint32_t kEight = 8u;
+
+// ---------------------------------------------------------------------------------------------- codes
+// The bits of a fp16 number, up to the first one behind the point, are E2M1's code, if fp16's smallest normal number,
+// 2^-14, stands for 1; below it, both formats count evenly. So a code is (bits + 256) / 512 of bits that were rounded
+// towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go up, and
+// those at 0.25, 1.25, 2.5 and 5 should not.
+//
+// Where a block can meet those, its values are made a little smaller, by kBelow, so that a tie becomes the fp16 number
+// below it. Where the code below is odd, that number is then raised to the tie again. That is wrong for a value that
+// should go down and is cut off to the same number, and for one that lies so little above 1.25, 2.5 or 5 that it fell
+// below. A block has one value near each tie, so that it is known which it has (factor_for_halves). With values of the
+// latter kind, numbers are raised wherever the code below is not 0. What neither does right takes the long way.
+struct CodeHalves {
+  static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
+  static constexpr float kLimit = 6.9f * kFirst;
+  static constexpr float kBelow = 1.0f - 1.0f / 2097152.0f;
+};
+
+// Two floats to fp16, towards zero.
+__device__ __forceinline__ uint32_t cut_to_halves(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// One instruction. (Of two of these in a row, the compiler makes three.)
+__device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_t clear) {
+#if defined(__CUDA_ARCH__)
+  uint32_t word;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(word) : "r"(where), "r"(set), "r"(clear));
+  return word;
+#else
+  return (set & where) | (clear & ~where);
+#endif
+}
+
+// What a factor says by its sign and its last bit. kNone: no tie that goes down is met. kOdd, kAll: where numbers are
+// raised.
+enum class Ties { kNone, kOdd, kAll };
+
+__device__ __forceinline__ Ties ties_of(float factor) {
+  if (bits_of(factor) >> 31 == 0) return Ties::kNone;
+  return bits_of(factor) % 2 == 0 ? Ties::kOdd : Ties::kAll;
+}
+
+// Raises two fp16 numbers, each to the tie above it if that is a step away. It is an addition that rounds to even, and
+// a number a step below a tie is odd, so that half a step is enough. What is added is a share of some of its own bits.
+//   kOdd: the last bit of the code below, which is 2^-15 or nothing, times 2^-9. One step below 2, half of one below 4.
+//   kAll: the code below, times 2^-10. Half a step from 0.5 on, one from 1, 2 and 4 on, one and a half from 1.5 and 3
+//     on, which raises numbers two steps below a tie as well.
+template <Ties kMost>
+struct Raise {
+  uint32_t bits;
+  uint32_t share;
+
+  __device__ __forceinline__ explicit Raise(float factor) : bits(0x80008000u), share(0x18001800u) {
+    if (ties_of(factor) != Ties::kNone) bits = 0x82008200u;
+    if (kMost == Ties::kAll && ties_of(factor) == Ties::kAll) bits = 0x8E008E00u, share = 0x14001400u;
+  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t numbers) const {
+    if (kMost == Ties::kNone) return numbers;
+    uint32_t raised;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(raised) : "r"(numbers & bits), "r"(share), "r"(numbers));
+    return raised;
+  }
+};
+
+// Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
+template <Ties kMost>
+__device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
+  const Raise<kMost> raise(factor);
+  if (kMost != Ties::kNone) factor = fabsf(factor);
+  const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
+  const auto two = [&](int i) { return raise(cut_to_halves(at(i), at(i + 2))); };
+  // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
+  const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
+  const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
+  const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight + 0x08080808u, bytes); };
+  return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
+}
+
+// ---------------------------------------------------------------------------------------------- scales
+// The factor for pack_by_halves, without CodeHalves::kFirst; NaN: there is none. decode: about 1 / exact. Powers of two
+// do not matter, so that there are four ties, two of each kind, and next to each of them, divided by the factor, one
+// value.
+__device__ __forceinline__ float factor_for_halves(float decode, float exact) {
+  const auto nearest = [&](float tie) { return float_of((bits_of(tie * decode) + 0x8000u) & 0xFFFF0000u); };
+  const float low[2] = {nearest(1.0f), nearest(1.25f)};
+  if (low[0] * exact != 1.0f && low[1] * exact != 1.25f) return exact;
+  const float high[2] = {nearest(1.5f), nearest(1.75f)};
+  // fp16's numbers are 2^-10 apart, at 0.75 and at 1.25 and 1.75 alike. Raise says how far below a tie is enough.
+  constexpr float kStep = 1.0f / 1024.0f;
+  const auto right = [&](float below, bool all) {
+    return (low[0] * below >= 1.0f) == (low[0] * exact > 1.0f) &&
+           (low[1] * below >= 1.25f - (all ? kStep : 0.0f)) == (low[1] * exact > 1.25f) &&
+           (high[0] * below >= 1.5f - 2.0f * kStep) == (high[0] * exact >= 1.5f) &&
+           (high[1] * below >= 1.75f - (all ? 2.0f : 1.0f) * kStep) == (high[1] * exact >= 1.75f);
+  };
+  const uint32_t below = bits_of(exact * CodeHalves::kBelow);
+  const float odd = float_of(below & ~1u);
+  if (right(odd, false)) return -odd;
+  const float all = float_of(below | 1u);
+  return right(all, true) ? -all : float_of(kNanBits);
+}
+
+// What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
+// times CodeHalves::kFirst. It is NaN where pack_by_halves cannot be used: where factor_for_halves says so, and where
+// powers of two do not commute with roundings.
+struct PlaneScales {
+  Nvfp4Global global;
+  float encode;  // turns a magnitude into a scale
+  float factor[128];
+
+  // By one warp. quarter: magnitudes and values are four times what they should be.
+  __device__ __forceinline__ void fill(float amax, bool quarter) {
+    const unsigned lane = threadIdx.x % 32u;
+    const Nvfp4Global of = nvfp4_global(amax);
+    const float part = quarter ? 0.25f : 1.0f;
+    const bool far = !(of.encode_sixth > 0x1p-90f && of.encode_sixth < 0x1p+90f);
+    if (lane == 0u) {
+      global = of;
+      encode = of.encode_sixth * part;
+    }
+    // Of the eight codes from 1.0 on; the other factors are these times powers of two.
+    const float decode = decode_scale(0x38u + lane % 8u) * of.decode;
+    const float of_code = factor_for_halves(decode, reciprocal(decode)) * (part * CodeHalves::kFirst);
+    const float from_one = far ? float_of(kNanBits) : of_code;
+    const auto power = [](unsigned exponent) { return float_of((127u + exponent) << 23); };
+#pragma unroll
+    for (unsigned at = 0u; at < 128u; at += 32u) factor[at + lane] = from_one * power(7u - (at + lane) / 8u);
+    // Codes below 8 are whole numbers of 2^-9.
+    const unsigned top = 31u - __clz(lane % 8u | 1u);
+    const float small = __shfl_sync(kFullWarp, from_one, (lane << (3u - top)) % 8u) * power(9u - top);
+    // The factor of zeros keeps all others of that code from being easy, however small.
+    static_assert(kFloatMax * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
+    if (lane < 8u) factor[lane] = far ? float_of(kNanBits) : lane == 0u ? kFloatMax : small;
+    if (lane == 31u) factor[127] = float_of(kNanBits);
+  }
+};
+
+struct EasyScale {
+  uint32_t code;
+  float factor;
+  uint32_t largest;  // the bits of what the factor makes of amax
+
+  __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
+      : code(encode_fp8<E4M3>(amax * scales.encode)),
+        factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
+        largest(bits_of(amax * factor)) {}
+
+  // Whether pack_by_halves can be used, for ties up to `most`. As integers, NaN and all that is below zero are past the
+  // limit.
+  __device__ __forceinline__ bool is_easy(Ties most) const {
+    if (most == Ties::kNone) return largest < bits_of(CodeHalves::kLimit);
+    return (largest & kAbsMask) < bits_of(CodeHalves::kLimit) && (most == Ties::kAll || ties_of(factor) != Ties::kAll);
+  }
+};
+
+}  // namespace cuda
+}  // namespace te_dist
