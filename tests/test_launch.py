@@ -209,7 +209,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_that_are_not_ready_say_one_line_at_ctrl_c(tmp_path: Path) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(9999)\n")
+    # In one piece: print() of an unbuffered process writes the end of the line by itself, and the ranks share the pipe.
+    ready = "import os, time\nos.write(1, b'importing\\n')\ntime.sleep(9999)\n"
+    (tmp_path / "slow_to_import.py").write_text(ready)
     start = "from te_dist.launch.ranks import run_ranks as r; raise SystemExit(r('slow_to_import', [], 2, 0, 'bye'))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     process = subprocess.Popen(
