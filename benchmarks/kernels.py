@@ -122,6 +122,7 @@ def producer_cases() -> Iterator[Case]:
         formats = {
             "current scaling": (te_dist.Float8CurrentScalingQuantizer("e4m3", **usage), 2, planes),
             "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1, **usage), 1, planes),
+            "blockwise 128x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2, **usage), 1, planes),
             "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 1, planes * (1 + 1 / 32)),
         }
         for format, (quantizer, passes, written) in formats.items():

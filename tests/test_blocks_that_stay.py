@@ -98,7 +98,7 @@ def check(build: Callable[[Tensor], Producer], x: Tensor, name: str, planes: str
 
 @pytest.mark.parametrize("planes", ["row", "both"])
 @pytest.mark.parametrize(
-    "name", ["delayed_e4m3", "current_e4m3", "current_e5m2", "block_1d", "block_1d_f32", "mxfp8_e4m3"]
+    "name", ["delayed_e4m3", "current_e4m3", "current_e5m2", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3"]
 )
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_matrices_that_are_made(build: Callable[[Tensor], Producer], name: str, planes: str) -> None:

@@ -218,7 +218,7 @@ def test_blocks_that_take_several_tiles(shape: tuple[int, int], build: Callable[
     theirs.want_column_sums()
     with te_dist.use_backend("reference"):
         made = kernels.materialize(theirs).cuda()
-    for format in ("delayed_e4m3", "current_e5m2", "block_1d", "mxfp8_e4m3"):
+    for format in ("delayed_e4m3", "current_e5m2", "block_1d", "block_2d_f32", "mxfp8_e4m3"):
         mine = build(x.cuda())
         mine.want_column_sums()
         actual = on("cuda", QUANTIZERS[format]()).quantize_produced(mine, mine.shape)
@@ -479,6 +479,11 @@ def test_kernels_refuse_producers_they_do_not_make() -> None:
     fine = ActivationOutput(x.bfloat16(), "gelu")
     with pytest.raises(ValueError, match="reads a matrix from memory"):
         backend.amax_nvfp4(kernels.producer_fields(fine), False, 0, amax.data_ptr(), 0, 0, 0)
+    codes, scales, e5m2 = torch.empty(64, 64, dtype=torch.uint8), torch.empty(64, 4), 1
+    planes = (codes.data_ptr(), scales.data_ptr(), 0, 0)
+    for block_dim in (1, 2):
+        with pytest.raises(ValueError, match="on the fly are E4M3"):
+            backend.quantize_block(kernels.producer_fields(fine), block_dim, 0.0, True, e5m2, *planes, 0, 0)
 
 
 def test_strided_inputs(device: str) -> None:

@@ -274,7 +274,7 @@ def test_producers(what: str, planes: str) -> None:
             theirs = build(x)
             theirs.want_column_sums()
             made = kernels.materialize(theirs)
-            for name in ("current_e4m3", "block_1d", "block_1d_f32", "mxfp8_e4m3"):
+            for name in ("current_e4m3", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3"):
                 mine = build(x)
                 if sums:
                     mine.want_column_sums()
@@ -310,7 +310,7 @@ def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int
 
     with te_dist.use_backend("reference"):
         made = kernels.materialize(build("cpu"))
-    for name in ("current_e4m3", "block_1d", "block_1d_f32", "mxfp8_e4m3"):
+    for name in ("current_e4m3", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3"):
         quantizers = [on(where, QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise)) for where in (device, "cpu")]
         actual = quantizers[0].quantize_produced(build(device), made.shape)
         with te_dist.use_backend("reference"):

@@ -23,7 +23,7 @@ def quantize_block(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = taken_by(x, "quantize_block", fp8, two_d=block_dim == 2)
+    x = taken_by(x, "quantize_block", fp8)
     kernel = find(x.device, "quantize_block")
     if kernel is not None:
         run(

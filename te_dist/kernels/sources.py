@@ -92,7 +92,7 @@ def column_tiles(rows: int) -> int:
     return -(-rows // COLUMN_TILE_ROWS)
 
 
-# What the CUDA kernels make on the fly: kernel -> kinds of producers and fp8 formats. Not NVFP4, and no 2-D blocks.
+# What the CUDA kernels make on the fly: kernel -> kinds of producers and fp8 formats. Not NVFP4, and no 32x32 blocks.
 _MADE = (NormOutput, ActivationOutput, ActivationGradient)
 _E4M3, _FP8 = (DType.kFloat8E4M3,), tuple(FP8_CODE)
 _FUSED: dict[str, tuple[tuple[type[Producer], ...], tuple[DType, ...]]] = {
