@@ -18,8 +18,16 @@ from te_dist.launch.config import ConfigError
 
 # Until training listens to signals itself, Ctrl-C ends a rank that is still importing without a traceback. Before its
 # first line, it waits: see _blocked_for_ranks.
+#
+# A launcher that is interrupted between two ranks knows of none, and one that is killed can end none: they would wait
+# for it, and hold its terminal, until their timeout. So Linux ends them with it (prctl's PR_SET_PDEATHSIG). SIGTERM
+# would not let them save: the kernel sends it once for each thread of the launcher, and the second one means at once.
 _RANK = """
-import os, signal, sys
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != {launcher}:
+        os._exit(1)
 def leave(*_):
     if os.environ["RANK"] == "0":
         os.write(2, {farewell!r})
@@ -51,7 +59,8 @@ def run_ranks(module: str, arguments: list[str], ranks: int, restarts: int = 0, 
     _quiet()
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "--no-python"]
     line = f"{farewell}\n" if farewell else ""
-    program = [sys.executable, "-c", _RANK.format(module=module, farewell=line.encode()), *arguments]
+    rank = _RANK.format(module=module, farewell=line.encode(), launcher=os.getpid())
+    program = [sys.executable, "-c", rank, *arguments]
     try:
         with _blocked_for_ranks():
             torchrun.run(torchrun.parse_args([*options, *program]))

@@ -227,6 +227,32 @@ def test_ranks_that_are_not_ready_say_one_line_at_ctrl_c(tmp_path: Path) -> None
     assert process.returncode == 130 and errors == "bye\n", errors
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of its parent's end")
+@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
+def test_ranks_end_with_a_launcher_that_is_interrupted_between_two_of_them(tmp_path: Path, end: str) -> None:
+    """torchrun then knows of none of them. The test waits for their end of the pipe."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(9999)\n")
+    start = f"""
+import os, signal, time
+from torch.distributed.elastic.multiprocessing import api
+from te_dist.launch.ranks import run_ranks
+started = []
+def start(*arguments, handler=api.get_subprocess_handler, **options):
+    started.append(handler(*arguments, **options))
+    if len(started) == 3:
+        os.write(1, b"three of four\\n")
+        os.kill(os.getpid(), signal.{end})
+        time.sleep(1)  # another thread has the signal, and this one is told
+    return started[-1]
+api.get_subprocess_handler = start
+raise SystemExit(run_ranks("sleeps", [], 4))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, env=environment, timeout=HUNG)
+    assert done.stdout == "three of four\n" and done.stderr == ""
+    assert done.returncode == (128 + signal.SIGINT if end == "SIGINT" else -signal.SIGKILL)
+
+
 def test_ctrl_c_while_the_demo_builds_its_model_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*arguments: Any) -> Trainer:
         made = Trainer(*arguments)
