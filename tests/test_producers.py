@@ -24,6 +24,7 @@ from torch import Tensor
 
 import te_dist
 from te_dist import kernels, reference_producers
+from te_dist.kernels import blocks, sources
 from te_dist.producers import (
     ACTIVATIONS,
     ActivationGradient,
@@ -465,6 +466,34 @@ def test_fused_kernels_in_a_graph(shape: tuple[int, int], format: str, build: Ca
         captured.x.copy_(again.x)
         graph.replay()
         assert_same_storage(out, quantizer.quantize_produced(again, again.shape), format)
+
+
+class SeenOnGpu(Tensor):
+    """For what asks where a tensor is, and no more."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("fp8", [te_dist.DType.kFloat8E4M3, te_dist.DType.kFloat8E5M2])
+def test_blocks_are_made_on_the_fly_on_a_gpu(monkeypatch: pytest.MonkeyPatch, fp8: te_dist.DType) -> None:
+    """The same bytes come of a matrix that was written to memory, in twice the time: no other test would tell."""
+    made = torch.ones(256, 256, dtype=torch.bfloat16)
+    calls: list[tuple[object, ...]] = []
+    for module in (blocks, sources):
+        monkeypatch.setattr(module, "find", lambda device, kernel: kernel)
+        monkeypatch.setattr(module, "run", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(sources, "materialize", lambda producer: made)
+    builds = (lambda x: norm(x, False, torch.float32), lambda x: activation(x, "gelu"), lambda x: gradient(x, "silu"))
+    for build in builds:
+        producer = build(torch.ones(256, 256, dtype=torch.bfloat16))
+        producer.x = producer.x.as_subclass(SeenOnGpu)
+        for block_dim in (1, 2):
+            kernels.quantize_block(producer, *[None] * 4, fp8=fp8, block_dim=block_dim, eps=0.0, power_of_2=True)
+        kernels.quantize_mxfp8(producer, *[None] * 4, fp8=fp8, two_d=False)
+    on_the_fly = [isinstance(source, tuple) for _, _, source, *_ in calls]
+    assert on_the_fly == [fp8 == te_dist.DType.kFloat8E4M3] * 9
 
 
 @pytest.mark.skipif(not getattr(kernels.extension, "has_cuda", False), reason="built without CUDA")
