@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here, and these are figures of its matrix products")
     results = [row for shape in SHAPES for row in measure(*shape, options.repeats)]
     dispatch = {f"{row.a} x {row.b}": row.implementation for row in dispatch_table("cuda")}
     save(options.json, {**machine(), "dispatch": dispatch, "results": results})

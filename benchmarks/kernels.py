@@ -124,6 +124,7 @@ def producer_cases() -> Iterator[Case]:
             "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1, **usage), 1, planes),
             "blockwise 128x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2, **usage), 1, planes),
             "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 1, planes * (1 + 1 / 32)),
+            "nvfp4 1x16 RHT": (te_dist.NVFP4Quantizer(with_rht=True, **usage), 2, planes * (0.5 + 1 / 16)),
         }
         for format, (quantizer, passes, written) in formats.items():
             for name, (make, read, wide) in producers.items():
@@ -210,6 +211,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here, and these are figures of GPU kernels")
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(options.repeats)
     device = torch.cuda.get_device_name()

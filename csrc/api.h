@@ -51,6 +51,7 @@ struct Source : Input {
   float* mean = nullptr;           // [M], null: RMSNorm
   float* rstd = nullptr;           // [M]
   float* partials = nullptr;       // null, or [ceil(M / 128), K]: column sums of the made matrix, per 128 rows
+  void* written = nullptr;         // null, or [M, K]: where NVFP4's amax writes the matrix, for the cast
 };
 
 struct NormGrad {
@@ -120,8 +121,9 @@ constexpr int kAmaxRoom = 1024;
   /* row [M,K/2], col [K,M/2]; E4M3 scales [rup(M,128), rup(ceil(K/16),4)] and M, K swapped. */                  \
   void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col, \
                       const Planes& out, const float* noop, Lane lane);                                          \
-  /* amax_nvfp4 and quantize_nvfp4. room: [2, kAmaxRoom], as it is. */                                           \
-  void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,    \
+  /* amax_nvfp4 and quantize_nvfp4. room: [2, kAmaxRoom], as it is. False: nothing was done; what is to be made */ \
+  /* has to be written on the way. */                                                                             \
+  bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,    \
                               float* room, const Planes& out, const float* noop, Lane lane);                     \
   /* The dequantizers write [M,K]; columnwise says which plane `data` is. */                                     \
   void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,               \

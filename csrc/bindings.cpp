@@ -25,6 +25,8 @@ class Reader {
  public:
   Reader(const char* name, PyObject* const* args, Py_ssize_t count) : name_(name), args_(args), count_(count) {}
 
+  bool done = true;  // what Python is told
+
   int64_t integer() { return to_integer(next()); }
   bool flag() { return integer() != 0; }
   Float dtype() { return static_cast<Float>(integer()); }
@@ -104,6 +106,7 @@ class Reader {
     to.mean = pointer<float>();
     to.rstd = pointer<float>();
     to.partials = pointer<float>();
+    if (at_ < count_) to.written = pointer<void>();
   }
   PyObject* next() {
     if (at_ < count_) return args_[at_++];
@@ -261,7 +264,9 @@ const Entry kEntries[] = {
        const Planes out = r.planes();
        const float* noop = r.pointer<const float>();
        const Lane lane = r.last_lane();
-       without_gil([&] { call.quantize_nvfp4_current(x, options, amax_row, amax_col, room, out, noop, lane); });
+       without_gil([&] {
+         r.done = call.quantize_nvfp4_current(x, options, amax_row, amax_col, room, out, noop, lane);
+       });
      }},
     {"dequantize_tensor",
      [](Reader& r, const Backend& call) {
@@ -393,7 +398,7 @@ PyObject* invoke(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     Reader reader(bound->entry->name, args, count);
     bound->entry->function(reader, *bound->backend);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(reader.done ? 1 : 0);
   });
 }
 

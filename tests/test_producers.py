@@ -24,7 +24,7 @@ from torch import Tensor
 
 import te_dist
 from te_dist import kernels, reference_producers
-from te_dist.kernels import blocks, sources
+from te_dist.kernels import blocks, nvfp4, sources
 from te_dist.producers import (
     ACTIVATIONS,
     ActivationGradient,
@@ -481,19 +481,23 @@ def test_blocks_are_made_on_the_fly_on_a_gpu(monkeypatch: pytest.MonkeyPatch, fp
     """The same bytes come of a matrix that was written to memory, in twice the time: no other test would tell."""
     made = torch.ones(256, 256, dtype=torch.bfloat16)
     calls: list[tuple[object, ...]] = []
-    for module in (blocks, sources):
+    for module in (blocks, nvfp4, sources):
         monkeypatch.setattr(module, "find", lambda device, kernel: kernel)
-        monkeypatch.setattr(module, "run", lambda *arguments: calls.append(arguments))
+        monkeypatch.setattr(module, "run", lambda *arguments: calls.append(arguments) or True)
     monkeypatch.setattr(sources, "materialize", lambda producer: made)
+    monkeypatch.setattr(nvfp4, "amax_scratch", lambda device, count: torch.empty(count))
     builds = (lambda x: norm(x, False, torch.float32), lambda x: activation(x, "gelu"), lambda x: gradient(x, "silu"))
     for build in builds:
         producer = build(torch.ones(256, 256, dtype=torch.bfloat16))
         producer.x = producer.x.as_subclass(SeenOnGpu)
         for block_dim in (1, 2):
             kernels.quantize_block(producer, *[None] * 4, fp8=fp8, block_dim=block_dim, eps=0.0, power_of_2=True)
-        kernels.quantize_mxfp8(producer, *[None] * 4, fp8=fp8, two_d=False)
+        for two_d in (False, True):
+            kernels.quantize_mxfp8(producer, *[None] * 4, fp8=fp8, two_d=two_d)
+        rules = {"two_d": False, "with_rht": True, "random_signs": True, "rng_state": None}
+        kernels.quantize_nvfp4_current(producer, *[None] * 6, **rules)
     on_the_fly = [isinstance(source, tuple) for _, _, source, *_ in calls]
-    assert on_the_fly == [fp8 == te_dist.DType.kFloat8E4M3] * 9
+    assert on_the_fly == [True] * 15
 
 
 @pytest.mark.skipif(not getattr(kernels.extension, "has_cuda", False), reason="built without CUDA")
@@ -508,11 +512,8 @@ def test_kernels_refuse_producers_they_do_not_make() -> None:
     fine = ActivationOutput(x.bfloat16(), "gelu")
     with pytest.raises(ValueError, match="reads a matrix from memory"):
         backend.amax_nvfp4(kernels.producer_fields(fine), False, 0, amax.data_ptr(), 0, 0, 0)
-    codes, scales, e5m2 = torch.empty(64, 64, dtype=torch.uint8), torch.empty(64, 4), 1
-    planes = (codes.data_ptr(), scales.data_ptr(), 0, 0)
-    for block_dim in (1, 2):
-        with pytest.raises(ValueError, match="on the fly are E4M3"):
-            backend.quantize_block(kernels.producer_fields(fine), block_dim, 0.0, True, e5m2, *planes, 0, 0)
+    with pytest.raises(ValueError, match="the made matrix"):  # has an address of its own
+        backend.amax_nvfp4((*kernels.producer_fields(fine), 8), False, 0, amax.data_ptr(), 0, 0, 0)
 
 
 def test_strided_inputs(device: str) -> None:

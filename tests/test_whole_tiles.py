@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ from cases import (
     assert_same_bytes,
     assert_same_storage,
     check_against_reference,
+    fits,
     on,
     special_values,
 )
@@ -243,6 +246,7 @@ def test_rows_at_any_distance(name: str, step: int) -> None:
         assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone(memory_format=torch.contiguous_format)), name)
 
 
+MADE = ("current_e4m3", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_rht")
 BANDS = ((1280, 1024), (4480, 2048), (2048, 4096), (896, 8192), (640, 1536))
 # More tiles than blocks at once; for norms, rows of several lengths, three of them with more bands than statistics
 # lead by.
@@ -274,7 +278,7 @@ def test_producers(what: str, planes: str) -> None:
             theirs = build(x)
             theirs.want_column_sums()
             made = kernels.materialize(theirs)
-            for name in ("current_e4m3", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3"):
+            for name in MADE:
                 mine = build(x)
                 if sums:
                     mine.want_column_sums()
@@ -292,7 +296,7 @@ def test_producers(what: str, planes: str) -> None:
 @pytest.mark.parametrize("rows", [128, 100])
 @pytest.mark.parametrize("cols", [512, 1000, 3000, 8192])
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize("planes", ["row", "both"])
+@pytest.mark.parametrize("planes", ["row", "column", "both"])
 def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int, rows: int, device: str) -> None:
     """Infinities and NaNs in one block, from gains, also where rows are missing; a row too large for finite statistics;
     a constant row."""
@@ -310,12 +314,63 @@ def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int
 
     with te_dist.use_backend("reference"):
         made = kernels.materialize(build("cpu"))
-    for name in ("current_e4m3", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3"):
+    for name in MADE:
         quantizers = [on(where, QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise)) for where in (device, "cpu")]
+        if not fits(quantizers[0], (rows, cols)):
+            continue
         actual = quantizers[0].quantize_produced(build(device), made.shape)
         with te_dist.use_backend("reference"):
             expected = quantizers[1].quantize(made)
         assert_same_storage(actual, expected, name)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("planes", PLANES)
+def test_nvfp4_of_a_norm(planes: str, layer_norm: bool, name: str) -> None:
+    """It is made twice and never written; with all types of gains, and with statistics that are there."""
+    rowwise, columnwise = PLANES[planes]
+    quantizer = on("cuda", QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise))
+    x = matrix(384, 1280, torch.bfloat16).cuda()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for zero_centered in (False, True):
+            build = functools.partial(norm, layer_norm=layer_norm, weight_dtype=dtype, zero_centered=zero_centered)
+            mine, expected = build(x), quantizer.quantize(kernels.materialize(build(x)))
+            for turn in range(2):
+                label = f"{dtype}, zero-centered {zero_centered}, turn {turn}"
+                assert_same_storage(quantizer.quantize_produced(mine, mine.shape), expected, label)
+            assert mine.materialized is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("planes", PLANES)
+def test_nvfp4_of_a_norm_in_a_graph(planes: str, layer_norm: bool) -> None:
+    rowwise, columnwise = PLANES[planes]
+    first, second = (matrix(384, 1280, torch.bfloat16, seed).cuda() for seed in (0, 1))
+    for name in ("nvfp4", "nvfp4_rht"):
+        quantizer = on("cuda", QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise))
+        captured = norm(first.clone(), layer_norm, torch.float32)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = quantizer.quantize_produced(captured, captured.shape)
+        captured.x.copy_(second)
+        graph.replay()
+        expected = quantizer.quantize(kernels.materialize(norm(second, layer_norm, torch.float32)))
+        assert_same_storage(out, expected, name)
+
+
+@pytest.mark.cuda
+def test_nvfp4_of_what_is_made_once() -> None:
+    """What is not a norm of whole tiles is written by the kernel that takes its amax."""
+    quantizer = on("cuda", QUANTIZERS["nvfp4_rht"]())
+    x = matrix(384, 1280, torch.bfloat16).cuda()
+    norms = norm(x[:272], True, torch.float32), norm(x[:, :1264], False, torch.float32)
+    for mine in (activation(x, "silu", False), *norms):
+        theirs = kernels.materialize(copy.copy(mine))
+        assert_same_storage(quantizer.quantize_produced(mine, mine.shape), quantizer.quantize(theirs), repr(mine.shape))
+        assert_same_bytes(mine.materialized, theirs, "made")
 
 
 @pytest.mark.cuda

@@ -152,12 +152,13 @@ void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* a
   kernels().quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane);
 }
 
-void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                             float* room, const Planes& out, const float* noop, Lane lane) {
   if (!check_nvfp4(x, options, amax_row, amax_col, out, noop)) {
-    return amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
+    amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
+    return true;
   }
-  kernels().quantize_nvfp4_current(x, options, amax_row, amax_col, room, out, noop, lane);
+  return kernels().quantize_nvfp4_current(x, options, amax_row, amax_col, room, out, noop, lane);
 }
 
 void dequantize_tensor(const uint8_t* data, bool columnwise, Fp8 format, const float* scale_inv,

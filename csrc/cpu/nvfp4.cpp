@@ -278,11 +278,12 @@ void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* a
   });
 }
 
-void quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float*,
+bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float*,
                             const Planes& out, const float* noop, Lane lane) {
-  if (skipped(noop)) return;
+  if (skipped(noop)) return true;
   amax_nvfp4(x, options, amax_row, amax_col, nullptr, lane);
   quantize_nvfp4(x, options, amax_row, amax_col, out, nullptr, lane);
+  return true;
 }
 
 TED_END_VARIANT

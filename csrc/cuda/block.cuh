@@ -27,7 +27,7 @@ void launch_block_1d(const Input& x, Fp8 format, const BlockOutput& out, Lane la
 void launch_block_1d_made(const Source& x, Fp8 format, const BlockOutput& out, Lane lane);
 void launch_block_1d_rows(const Made& x, bool make_stats, const BlockOutput& out, Lane lane);
 // false: this is made in another way (as are small matrices).
-bool launch_block_1d_patches(const Made& x, const BlockOutput& out, Lane lane);
+bool launch_block_1d_patches(const Made& x, Fp8 format, const BlockOutput& out, Lane lane);
 void launch_block_2d(const Input& x, Fp8 format, const BlockOutput& out, Lane lane);
 void launch_block_2d_made(const Source& x, Fp8 format, const BlockOutput& out, Lane lane);
 

@@ -1,4 +1,4 @@
-// Blockwise fp8 with 1x128 scales of a matrix that is made on the fly.
+// Blockwise fp8 with 1x128 scales of a matrix that is made on the fly. E4M3 is what most are, and has faster kernels.
 #include "block_1d_whole.cuh"
 #include "norm_rows.cuh"
 #include "source.cuh"
@@ -28,14 +28,15 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 }  // namespace
 
 void launch_block_1d_made(const Source& x, Fp8 format, const BlockOutput& out, Lane lane) {
-  TED_CHECK(format == Fp8::kE4M3, "1x128 blocks of a matrix made on the fly are E4M3");
   const Made made = made_of(x, true);
-  if (out.col_data.data == nullptr && out.row_data.vector && by_rows(made)) {
+  if (format == Fp8::kE4M3 && out.col_data.data == nullptr && out.row_data.vector && by_rows(made)) {
     return launch_block_1d_rows(made, x.make_stats, out, lane);
   }
-  if (launch_block_1d_patches(made, out, lane)) return;
-  const auto kernel =
-      out.whole && made.is_whole() ? block_1d_made_kernel<E4M3, true> : block_1d_made_kernel<E4M3, false>;
+  if (launch_block_1d_patches(made, format, out, lane)) return;
+  const bool whole = out.whole && made.is_whole();
+  const auto kernel = format == Fp8::kE5M2
+                          ? (whole ? block_1d_made_kernel<E5M2, true> : block_1d_made_kernel<E5M2, false>)
+                          : (whole ? block_1d_made_kernel<E4M3, true> : block_1d_made_kernel<E4M3, false>);
   launch_made("block_1d_made_kernel", kernel, made, lane, out);
 }
 

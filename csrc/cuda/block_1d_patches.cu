@@ -12,35 +12,26 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   extern __shared__ __align__(16) float memory[];
   __shared__ ColumnExchange<bf16_t> exchange;
   if (is_noop(out.noop)) return;
-  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
-                       [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-                         auto& stage = *static_cast<ByteStage*>(work_area<kWay>(memory));
-                         if constexpr (WayConfig<kWay>::kWhole) {
-                           quantize_whole_tile<F>(patch, tile, out, exchange, stage);
-                         } else {
-                           quantize_tile<bf16_t, F>(patch, tile, inside, out, exchange, stage);
-                         }
-                       });
+  const bool shares = out.col_data.data != nullptr || x.partials != nullptr;
+  const auto quantize = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
+    auto& stage = *static_cast<ByteStage*>(work_area<kWay>(memory));
+    if constexpr (WayConfig<kWay>::kWhole) {
+      quantize_whole_tile<F>(patch, tile, out, exchange, stage);
+    } else {
+      quantize_tile<bf16_t, F>(patch, tile, inside, out, exchange, stage);
+    }
+  };
+  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize, shares);
 }
 
 }  // namespace
 
-bool launch_block_1d_patches(const Made& x, const BlockOutput& out, Lane lane) {
-  const auto start = [&](auto way, auto kernel) {
-    constexpr int kStage = static_cast<int>(sizeof(ByteStage));
-    launch_way<decltype(way)::value>("block_1d_patches_kernel", kernel, kStage, x, out.noop, lane, out);
-    return true;
-  };
-  switch (way_of(x, out.whole)) {
-    case Way::kNorm: return start(WayTag<Way::kNorm>{}, block_1d_patches_kernel<E4M3, Way::kNorm>);
-    case Way::kWholeNorm: return start(WayTag<Way::kWholeNorm>{}, block_1d_patches_kernel<E4M3, Way::kWholeNorm>);
-    case Way::kActivation: return start(WayTag<Way::kActivation>{}, block_1d_patches_kernel<E4M3, Way::kActivation>);
-    case Way::kGated: return start(WayTag<Way::kGated>{}, block_1d_patches_kernel<E4M3, Way::kGated>);
-    case Way::kSlope: return start(WayTag<Way::kSlope>{}, block_1d_patches_kernel<E4M3, Way::kSlope>);
-    case Way::kPaired: return start(WayTag<Way::kPaired>{}, block_1d_patches_kernel<E4M3, Way::kPaired>);
-    default: break;
-  }
-  return false;
+bool launch_block_1d_patches(const Made& x, Fp8 format, const BlockOutput& out, Lane lane) {
+  return start_way(way_of(x, out.whole), format, [&](auto way, auto values) {
+    constexpr Way kWay = decltype(way)::value;
+    const auto kernel = block_1d_patches_kernel<TypeOf<decltype(values)>, kWay>;
+    launch_way<kWay>("block_1d_patches_kernel", kernel, sizeof(ByteStage), x, out.noop, lane, out);
+  });
 }
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Blockwise fp8 with 128x128 scales of a matrix that is made on the fly.
+// Blockwise fp8 with 128x128 scales of a matrix that is made on the fly. E4M3 is what most are, and has faster kernels.
 #include "block_2d.cuh"
 #include "patch_source.cuh"
 #include "source.cuh"
@@ -7,20 +7,31 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <Way kWay>
+template <typename F, Way kWay>
 __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlocksPerSm)
     block_2d_patches_kernel(const __grid_constant__ Made x, BlockOutput out) {
   extern __shared__ __align__(16) float memory[];
-  __shared__ TileScratch scratch;
+  constexpr unsigned kScratches = kWay == Way::kPaired ? 2u : 1u;
+  __shared__ TileScratch scratch[kScratches];
   if (is_noop(out.noop)) return;
-  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory,
-                       [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-                         auto& stage = *static_cast<ByteStage*>(work_area<kWay>(memory));
-                         constexpr bool kWhole = WayConfig<kWay>::kWhole;
-                         quantize_tile<bf16_t, E4M3, kWhole>(patch, tile, inside, out, stage, scratch);
-                       });
+  // Pairs without a stage have no barriers but the amaxes', so that tiles take turns with the scratch.
+  const bool shares = out.col_data.data != nullptr || x.partials != nullptr;
+  unsigned turn = 0u;
+  const auto quantize = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
+    auto& stage = *static_cast<ByteStage*>(work_area<kWay>(memory));
+    if constexpr (kWay == Way::kActivation) {  // has no registers for less
+      quantize_tile<bf16_t, F, true>(patch, tile, inside, out, stage, scratch[turn]);
+    } else if constexpr (WayConfig<kWay>::kWhole) {
+      quantize_whole_tile<F>(patch, tile, out, stage, scratch[turn]);
+    } else {
+      quantize_tile<bf16_t, F, false>(patch, tile, inside, out, stage, scratch[turn]);
+    }
+    turn = (turn + 1u) % kScratches;
+  };
+  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize, shares);
 }
 
+template <typename F>
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     block_2d_made_kernel(const __grid_constant__ Made x, BlockOutput out) {
   extern __shared__ uint4 rings[];
@@ -29,29 +40,22 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, true, rings,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        auto& stage = *static_cast<ByteStage*>(made_stage(rings));
-                       quantize_tile<bf16_t, E4M3, false>(patch, tile, inside, out, stage, scratch);
+                       quantize_tile<bf16_t, F, false>(patch, tile, inside, out, stage, scratch);
                      });
 }
 
 }  // namespace
 
 void launch_block_2d_made(const Source& x, Fp8 format, const BlockOutput& out, Lane lane) {
-  TED_CHECK(format == Fp8::kE4M3, "128x128 blocks of a matrix made on the fly are E4M3");
   const Made made = made_of(x, true);
-  const auto start = [&](auto way) {
+  const auto start = [&](auto way, auto values) {
     constexpr Way kWay = decltype(way)::value;
-    constexpr int kStage = static_cast<int>(sizeof(ByteStage));
-    launch_way<kWay>("block_2d_patches_kernel", block_2d_patches_kernel<kWay>, kStage, made, out.noop, lane, out);
+    const auto kernel = block_2d_patches_kernel<TypeOf<decltype(values)>, kWay>;
+    launch_way<kWay>("block_2d_patches_kernel", kernel, sizeof(ByteStage), made, out.noop, lane, out);
   };
-  switch (way_of(made, out.row_data.is_whole() && out.col_data.is_whole())) {
-    case Way::kNorm: return start(WayTag<Way::kNorm>{});
-    case Way::kWholeNorm: return start(WayTag<Way::kWholeNorm>{});
-    case Way::kActivation: return start(WayTag<Way::kActivation>{});
-    case Way::kGated: return start(WayTag<Way::kGated>{});
-    case Way::kSlope: return start(WayTag<Way::kSlope>{});
-    case Way::kPaired: return start(WayTag<Way::kPaired>{});
-    default: launch_made("block_2d_made_kernel", block_2d_made_kernel, made, lane, out);
-  }
+  if (start_way(way_of(made, out.whole), format, start)) return;
+  const auto kernel = format == Fp8::kE4M3 ? block_2d_made_kernel<E4M3> : block_2d_made_kernel<E5M2>;
+  launch_made("block_2d_made_kernel", kernel, made, lane, out);
 }
 
 }  // namespace cuda

@@ -27,7 +27,7 @@ struct Made;
 void launch_mxfp8_made(const Source& x, Fp8 format, const MxOutput& out, Lane lane);
 void launch_mxfp8_rows(const Made& x, bool make_stats, const MxOutput& out, Lane lane);
 // false: this is made in another way.
-bool launch_mxfp8_patches(const Made& x, const MxOutput& out, Lane lane);
+bool launch_mxfp8_patches(const Made& x, Fp8 format, const MxOutput& out, Lane lane);
 
 namespace {
 

@@ -1,4 +1,4 @@
-// MXFP8, 1x32, of a matrix that is made on the fly.
+// MXFP8 of a matrix that is made on the fly. 1x32 and E4M3 are what most are, and have faster kernels.
 #include "mxfp8_whole.cuh"
 #include "norm_rows.cuh"
 #include "source.cuh"
@@ -27,13 +27,15 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 }  // namespace
 
 void launch_mxfp8_made(const Source& x, Fp8 format, const MxOutput& out, Lane lane) {
-  TED_CHECK(format == Fp8::kE4M3, "MXFP8 of a matrix made on the fly is E4M3");
   const Made made = made_of(x, true);
-  if (out.col_data.data == nullptr && out.row_data.vector && by_rows(made)) {
+  const bool usual = format == Fp8::kE4M3 && !out.two_d;
+  if (usual && out.col_data.data == nullptr && out.row_data.vector && by_rows(made)) {
     return launch_mxfp8_rows(made, x.make_stats, out, lane);
   }
-  if (launch_mxfp8_patches(made, out, lane)) return;
-  const auto kernel = out.whole && made.is_whole() ? mxfp8_made_kernel<E4M3, true> : mxfp8_made_kernel<E4M3, false>;
+  if (launch_mxfp8_patches(made, format, out, lane)) return;
+  const bool whole = out.whole && made.is_whole();
+  const auto kernel = format == Fp8::kE5M2 ? (whole ? mxfp8_made_kernel<E5M2, true> : mxfp8_made_kernel<E5M2, false>)
+                                           : (whole ? mxfp8_made_kernel<E4M3, true> : mxfp8_made_kernel<E4M3, false>);
   launch_made("mxfp8_made_kernel", kernel, made, lane, out);
 }
 

@@ -23,28 +23,31 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
                               });
 }
 
-template <Way kWay, typename Shape = MxSquare>
+template <typename F, Way kWay, typename Shape = MxSquare>
 bool start(const Made& x, const MxOutput& out, Lane lane) {
-  launch_way<kWay>("mxfp8_patches_kernel", mxfp8_patches_kernel<E4M3, kWay, Shape>, 0, x, out.noop, lane, out);
+  launch_way<kWay>("mxfp8_patches_kernel", mxfp8_patches_kernel<F, kWay, Shape>, 0, x, out.noop, lane, out);
   return true;
 }
 
 // In wide tiles where they fit; column sums need square ones.
-template <Way kWay>
+template <typename F, Way kWay>
 bool start_whole(const Made& x, const MxOutput& out, Lane lane) {
   const bool wide = x.partials == nullptr && x.cols % MxWide::kCols == 0;
-  return wide ? start<kWay, MxWide>(x, out, lane) : start<kWay>(x, out, lane);
+  return wide ? start<F, kWay, MxWide>(x, out, lane) : start<F, kWay>(x, out, lane);
 }
 
 }  // namespace
 
-bool launch_mxfp8_patches(const Made& x, const MxOutput& out, Lane lane) {
+bool launch_mxfp8_patches(const Made& x, Fp8 format, const MxOutput& out, Lane lane) {
+  const bool e4m3 = format == Fp8::kE4M3;
   switch (way_of(x, out.whole)) {
-    case Way::kNorm: return start<Way::kNorm>(x, out, lane);
-    case Way::kWholeNorm: return start_whole<Way::kWholeNorm>(x, out, lane);
-    case Way::kActivation: return start_whole<Way::kStreamed>(x, out, lane);
-    case Way::kGated: return start_whole<Way::kGated>(x, out, lane);
-    case Way::kSlope: return start_whole<Way::kSlope>(x, out, lane);
+    case Way::kNorm: return e4m3 ? start<E4M3, Way::kNorm>(x, out, lane) : start<E5M2, Way::kNorm>(x, out, lane);
+    case Way::kWholeNorm:
+      return e4m3 ? start_whole<E4M3, Way::kWholeNorm>(x, out, lane) : start_whole<E5M2, Way::kWholeNorm>(x, out, lane);
+    case Way::kActivation: return e4m3 && start_whole<E4M3, Way::kStreamed>(x, out, lane);
+    case Way::kGated: return e4m3 && start_whole<E4M3, Way::kGated>(x, out, lane);
+    case Way::kSlope:
+      return e4m3 ? start_whole<E4M3, Way::kSlope>(x, out, lane) : start_whole<E5M2, Way::kSlope>(x, out, lane);
     default: return false;  // source.cuh is faster
   }
 }

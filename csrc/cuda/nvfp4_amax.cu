@@ -1,6 +1,6 @@
 // NVFP4's two global amaxes, of the tensor and of its transformed columns. Reads every element once: bf16
 // moves 2 bytes an element.
-#include "amax.cuh"
+#include "nvfp4_amax.cuh"
 #include "nvfp4_kernel.cuh"
 
 namespace te_dist {
@@ -14,34 +14,6 @@ struct NvAmaxConfig {
   static constexpr int kBlocksPerSm = sizeof(T) == 2 ? 3 : 2;
   using Patch = NvPatch<T, sizeof(T) == 2 ? 2 : 4>;
 };
-
-// max|transform| of column j before the product with 0.25 and the rounding to bf16, which keep the order of
-// magnitudes. The last stage's a + b and a - b: the larger magnitude of the two is |a| + |b|.
-template <typename T, int kWords>
-__device__ __forceinline__ uint32_t transformed_amax(const NvPatch<T, kWords>& patch, int j, uint32_t largest) {
-  float v[kBlock];
-  column_values(patch, j, v);
-  flip_standard(v);
-  butterfly_stage<1>(v);
-  butterfly_stage<2>(v);
-  butterfly_stage<4>(v);
-  uint32_t sum[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    sum[i] = bits_of(fabsf(v[i]) + fabsf(v[i + 8]));
-  }
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) largest = __vimax3_u32(largest, sum[i], sum[i + 1]);
-  // Two infinities: one of their sum and their difference is NaN.
-  if (largest == kInfBits) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (bits_of(v[i] + v[i + 8]) << 1 > kInfBits << 1 || bits_of(v[i] - v[i + 8]) << 1 > kInfBits << 1)
-        largest = kNanBits;
-    }
-  }
-  return largest;
-}
 
 // Both global amaxes where the column path is transformed. A warp takes a patch a lane at a time, side by side.
 template <typename T>
@@ -65,14 +37,14 @@ __global__ void __launch_bounds__(NvAmaxConfig<T>::kThreads, NvAmaxConfig<T>::kB
     for (int i = 0; i < kBlock; ++i) row_word = max_of_words<T>(patch.word[i], row_word);
     if (signs != kHadamardSigns) flip_rows(patch, signs ^ kHadamardSigns);
 #pragma unroll
-    for (int j = 0; j < Patch::kCols; ++j) col_bits = transformed_amax(patch, j, col_bits);
+    for (int j = 0; j < Patch::kCols; ++j) {
+      float v[kBlock];
+      column_values(patch, j, v);
+      flip_standard(v);
+      col_bits = transformed_amax(v, col_bits);
+    }
   }
-  const uint32_t row_raw = block_max<kThreads>(Words<T>::fold(row_word), scratch);
-  __syncthreads();
-  const uint32_t col_raw = block_max<kThreads>(col_bits, scratch);
-  if (threadIdx.x != 0) return;
-  if (amax_row.amax != nullptr) give_amax(amax_row, Words<T>::to_float_of_raw(row_raw));
-  if (amax_col.amax != nullptr) give_amax(amax_col, to_float(to_bf16(float_of(col_raw) * 0.25f)));
+  give_amaxes<T, kThreads>(row_word, col_bits, amax_row, amax_col, scratch);
 }
 
 }  // namespace
@@ -111,9 +83,11 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
 
 void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                 const float* noop, Lane lane) {
-  check::plain(x);
+  const bool made = x.written != nullptr;
+  if (!made) check::plain(x);
   check::hadamard(options, x.rows);
   if (amax_row == nullptr && amax_col == nullptr) return;
+  if (made) return launch_amax_nvfp4_made(x, options, amax_row, amax_col, noop, lane);
   const bool empty = x.rows == 0 || x.cols == 0;
   if (empty && options.hadamard) return launch_amax_reset(amax_row, amax_col, noop, lane);
   launch_amax_nvfp4(x, options, amax_row, amax_col, nullptr, noop, lane);

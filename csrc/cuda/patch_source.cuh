@@ -88,6 +88,34 @@ void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x,
   check_launch(name);
 }
 
+// start(way, format), as tags, for the way to make x in this format; false: source.cuh's. Results of activations are
+// E4M3, but for rare recipes; gradients and what is summed up are both.
+template <typename Start>
+bool start_way(Way way, Fp8 format, const Start& start) {
+  const auto go = [&](auto tag) {
+    constexpr Way kWay = decltype(tag)::value;
+    if (format == Fp8::kE4M3) {
+      start(tag, Tag<E4M3>{});
+      return true;
+    }
+    if constexpr (kWay == Way::kActivation || kWay == Way::kGated) {
+      return false;
+    } else {
+      start(tag, Tag<E5M2>{});
+      return true;
+    }
+  };
+  switch (way) {
+    case Way::kNorm: return go(WayTag<Way::kNorm>{});
+    case Way::kWholeNorm: return go(WayTag<Way::kWholeNorm>{});
+    case Way::kActivation: return go(WayTag<Way::kActivation>{});
+    case Way::kGated: return go(WayTag<Way::kGated>{});
+    case Way::kSlope: return go(WayTag<Way::kSlope>{});
+    case Way::kPaired: return go(WayTag<Way::kPaired>{});
+    default: return false;
+  }
+}
+
 // The work area in a block's dynamic shared memory.
 template <Way kWay>
 __device__ __forceinline__ void* work_area(float* memory) {
@@ -341,11 +369,10 @@ __device__ __forceinline__ NearPlace place_in_band(const BandPiece& piece) {
 
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
 // (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
-// memory. backwards: starts with the last tile, which
-// L2 may still hold.
+// memory. backwards: starts with the last tile, which L2 may still hold. shares: consume uses the work area.
 template <Way kWay, typename Shape, typename Consume>
 __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
-                                               float* memory, const Consume& consume) {
+                                               float* memory, const Consume& consume, bool shares = true) {
   const auto finish = [&](Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
     if (Shape::kRows == TileConfig::kTile && WayConfig<kWay>::kSums && x.partials != nullptr) {
       store_column_sums(x, patch, tile, patch_row, patch_col, *static_cast<GroupSums*>(work_area<kWay>(memory)));
@@ -392,19 +419,29 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       return;
     }
     TileCursor cursor(walk);
+    uint4* mine = static_cast<uint4*>(work_area<kWay>(memory)) + threadIdx.x;
+    const auto fetch_grad = [&](const TilePlace& tile) {
+      fetch_patch(x.grad + (tile.row + patch_row) * x.grad_stride + tile.col + patch_col, x.grad_stride, mine);
+    };
+    const auto fetch_second = [&](const TilePlace& tile, uint4* to) {
+      fetch_patch(x.data + (tile.row + patch_row) * x.stride + tile.col + patch_col + x.cols, x.stride, to);
+    };
+    // Of pairs, the next operands are on their way as soon as there is room for them: two blocks do not hide what they
+    // wait for. Others use the first one's place, if any.
+    const bool early = kWay == Way::kPaired && !shares;
+    if (kWay == Way::kPaired && cursor.there(walk)) {
+      const auto tile = cursor.template place<Shape>(walk);
+      if (early) fetch_grad(tile);
+      fetch_second(tile, mine + PatchConfig::kSlot);
+    }
 #pragma unroll 1
     for (; cursor.there(walk); cursor.next(walk)) {
       const auto tile = cursor.template place<Shape, typename WayConfig<kWay>::Place>(walk);
       const int64_t row = tile.row + patch_row;
       const int64_t col = tile.col + patch_col;
       Patch<bf16_t> patch;
-      uint4* mine = static_cast<uint4*>(work_area<kWay>(memory)) + threadIdx.x;
-      const bf16_t* second = x.data + row * x.stride + col + x.cols;
-      if constexpr (kWay == Way::kGated) fetch_patch(second, x.stride, mine);
-      if constexpr (kWay == Way::kSlope || kWay == Way::kPaired) {
-        fetch_patch(x.grad + row * x.grad_stride + col, x.grad_stride, mine);
-      }
-      if constexpr (kWay == Way::kPaired) fetch_patch(second, x.stride, mine + PatchConfig::kSlot);
+      if constexpr (kWay == Way::kGated) fetch_patch(x.data + row * x.stride + col + x.cols, x.stride, mine);
+      if ((kWay == Way::kSlope || kWay == Way::kPaired) && !early) fetch_grad(tile);
       load_operand(x, x.data, x.stride, row, col, true, false, patch);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
       if constexpr (kWay == Way::kActivation) make_activation(table, patch);
@@ -413,21 +450,23 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       }
       if constexpr (kWay == Way::kSlope) make_of_two(table, mine, patch, gelu_gradient);
       if constexpr (kWay == Way::kPaired) make_pair(table, mine, mine + PatchConfig::kSlot, patch);
-      if constexpr (kWay == Way::kPaired) {  // two blocks do not hide what they wait for
-        TileCursor later = cursor;
+      TileCursor later = cursor;
+      if constexpr (kWay == Way::kPaired) {
         later.next(walk);
         if (later.there(walk)) prefetch_tile<Shape>(x.data, x.stride, later.template place<Shape>(walk));
+        if (early && later.there(walk)) fetch_grad(later.template place<Shape>(walk));
       }
       // Until all have read what they shared. Here, because it also keeps the compiler from mixing both halves of
       // the work, for which there are not registers enough.
-      __syncthreads();
+      if (kWay != Way::kPaired || shares) __syncthreads();
       finish(patch, tile, true);
       if constexpr (kWay == Way::kPaired) {
-        __syncthreads();
+        if (shares) __syncthreads();
         take_patch(mine + PatchConfig::kSlot, patch);
+        if (later.there(walk)) fetch_second(later.template place<Shape>(walk), mine + PatchConfig::kSlot);
         finish(patch, TilePlace{tile.row, tile.col + x.cols}, true);
       }
-      if constexpr (WayConfig<kWay>::kSlots > 0) __syncthreads();  // the next operands come where the stage is
+      if (WayConfig<kWay>::kSlots > 0 && !early) __syncthreads();  // the next operands come where the stage is
     }
   }
 }

@@ -40,6 +40,21 @@ class PowerScaler {
   uint32_t zeros_;
 };
 
+// scale_from_amax for powers of two: 448 and 57344 are 1.75 times one, so the quotient's exponent follows from the
+// amax's, and whether its mantissa is above 1.75.
+template <typename F>
+__device__ __forceinline__ uint32_t power_from_amax(uint32_t amax_bits, uint32_t eps_bits) {
+  constexpr uint32_t kTop = (254u + (F::max_bits >> 23) - 127u) << 23;
+  static_assert((F::max_bits & 0x7FFFFFu) == 0x600000u, "1.75 times a power of two");
+  const uint32_t bounded = max(amax_bits, eps_bits);
+  const uint32_t power = min(kTop - ((bounded + 0x1FFFFFu) & 0xFF800000u), 254u << 23);
+  return bounded - 1u < kInfBits - 1u ? power : 127u << 23;
+}
+
+__device__ __forceinline__ float inverse_of_power(uint32_t power) {
+  return float_of(max((254u << 23) - power, 0x00400000u));  // 1 / 2^127 is subnormal
+}
+
 // The larger magnitudes of two pairs, with some sign; NaNs stay.
 __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
   uint32_t result;

@@ -1,4 +1,5 @@
 // Writes a bf16 matrix that is made on the fly: `produce` for sources that the quantize kernels could fuse.
+#include "made_store.cuh"
 #include "patch_source.cuh"
 #include "produce.cuh"
 #include "source.cuh"
@@ -6,19 +7,6 @@
 namespace te_dist {
 namespace cuda {
 namespace {
-
-__device__ __forceinline__ void store_patch(const Made& x, const Patch<bf16_t>& patch, const TilePlace& tile,
-                                            bf16_t* out) {
-  const int64_t row = tile.row + threadIdx.x / 16 * 8;
-  const int64_t col = tile.col + threadIdx.x % 16 * 8;
-  if (out == nullptr || col >= x.pitch) return;
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    if (row + i >= x.rows) break;
-    const uint32_t(&w)[4] = patch.word[i];
-    store_bulk(reinterpret_cast<uint4*>(out + (row + i) * x.pitch + col), make_uint4(w[0], w[1], w[2], w[3]));
-  }
-}
 
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     produce_made_kernel(const __grid_constant__ Made x, bf16_t* out) {

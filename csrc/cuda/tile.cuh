@@ -312,17 +312,14 @@ __device__ __forceinline__ uint2 encode_patch_row(const Patch<T>& patch, int i, 
                     encode_four<F>(scaled(4), scaled(5), scaled(6), scaled(7)));
 }
 
-// Quantizes the block's tile with one scale, and writes the row plane and the transposed plane (data null:
-// not). kWhole: the tile is wholly inside, and rows are aligned.
-template <typename T, typename F, bool kWhole>
-__device__ __forceinline__ void write_tile(const Patch<T>& patch, float scale, const TilePlace& tile,
-                                           bool inside, const ByteMatrix& row_out, const ByteMatrix& col_out,
-                                           ByteStage& stage) {
+// Writes the row plane and the transposed plane (data null: not) of the block's tile, of which threads have the bytes
+// of their patches. kWhole: the tile is wholly inside, and rows are aligned.
+template <bool kWhole>
+__device__ __forceinline__ void write_bytes(const uint2 (&bytes)[TileConfig::kPatch], const TilePlace& tile,
+                                            bool inside, const ByteMatrix& row_out, const ByteMatrix& col_out,
+                                            ByteStage& stage) {
   const int tx = threadIdx.x % 16;
   const int ty = threadIdx.x / 16;
-  uint2 bytes[TileConfig::kPatch];
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) bytes[i] = encode_patch_row<T, F>(patch, i, scale);
   if (row_out.data != nullptr) {
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
@@ -333,6 +330,17 @@ __device__ __forceinline__ void write_tile(const Patch<T>& patch, float scale, c
   stage_transposed(stage, bytes, ty, tx);
   __syncthreads();
   stage.template flush<kWhole>(col_out, tile.col, tile.row, inside);
+}
+
+// Quantizes the block's tile with one scale, and writes both planes.
+template <typename T, typename F, bool kWhole>
+__device__ __forceinline__ void write_tile(const Patch<T>& patch, float scale, const TilePlace& tile,
+                                           bool inside, const ByteMatrix& row_out, const ByteMatrix& col_out,
+                                           ByteStage& stage) {
+  uint2 bytes[TileConfig::kPatch];
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) bytes[i] = encode_patch_row<T, F>(patch, i, scale);
+  write_bytes<kWhole>(bytes, tile, inside, row_out, col_out, stage);
 }
 
 template <typename T, typename F>

@@ -111,17 +111,17 @@ def find(device: torch.device, kernel: str) -> Any:
     return None if table is None else table.get(kernel)
 
 
-def run(function: Any, device: torch.device, *args: Any) -> None:
-    """Run an extension function on the caller's stream, or with as many threads as torch uses."""
+def run(function: Any, device: torch.device, *args: Any) -> bool:
+    """Run an extension function on the caller's stream, or with as many threads as torch uses. False: it has done
+    nothing, because it cannot (those that may say so tell why)."""
     if function is _nothing:
-        return
+        return True
     if device.type == "cpu":
-        function(*args, torch.get_num_threads())
-    elif device.index is None or device.index == torch_compat.current_cuda_device():
-        function(*args, torch_compat.current_raw_stream(torch_compat.current_cuda_device()))
-    else:
-        with torch.cuda.device(device):
-            function(*args, torch_compat.current_raw_stream(device.index))
+        return bool(function(*args, torch.get_num_threads()))
+    if device.index is None or device.index == torch_compat.current_cuda_device():
+        return bool(function(*args, torch_compat.current_raw_stream(torch_compat.current_cuda_device())))
+    with torch.cuda.device(device):
+        return bool(function(*args, torch_compat.current_raw_stream(device.index)))
 
 
 def functions(device: torch.device) -> dict[str, Any] | None:

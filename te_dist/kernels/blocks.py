@@ -23,7 +23,7 @@ def quantize_block(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = taken_by(x, "quantize_block", fp8)
+    x = taken_by(x, "quantize_block")
     kernel = find(x.device, "quantize_block")
     if kernel is not None:
         run(
@@ -58,7 +58,7 @@ def quantize_mxfp8(
     two_d: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = taken_by(x, "quantize_mxfp8", fp8, two_d)
+    x = taken_by(x, "quantize_mxfp8")
     kernel = find(x.device, "quantize_mxfp8")
     if kernel is not None:
         run(

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from te_dist import reference
 from te_dist.formats import HADAMARD_SIGN_MASK
 from te_dist.kernels.backend import FLOAT_CODE, find, pointer, run, store_all
 from te_dist.kernels.per_tensor import amax_scratch
-from te_dist.kernels.sources import Matrix, described, taken_by
+from te_dist.kernels.sources import Matrix, described, taken_by, written
+from te_dist.producers import Producer
 
 
 def _signs(random_signs: bool) -> int:
     return HADAMARD_SIGN_MASK if random_signs else 0
+
+
+def _taken(x: Matrix, noop: Tensor | None) -> Any:
+    """`x` as the amax takes it: a producer where it is made on the fly, unless that might be skipped: the matrix would
+    seem to be there."""
+    return taken_by(x, "amax_nvfp4" if noop is None else "quantize_nvfp4")
 
 
 def amax_nvfp4(
@@ -25,11 +34,14 @@ def amax_nvfp4(
     noop: Tensor | None = None,
 ) -> None:
     with_rht = with_rht and amax_col is not None  # the transform is the column plane's
-    x = taken_by(x, "amax_nvfp4")
+    x = _taken(x, noop)
     kernel = find(x.device, "amax_nvfp4")
     if kernel is not None:
+        source = described(x)
+        if isinstance(x, Producer) and source:
+            source = (written(x, *source),)
         run(
-            kernel, x.device, *described(x), with_rht, _signs(random_signs),
+            kernel, x.device, *source, with_rht, _signs(random_signs),
             pointer(amax_row), pointer(amax_col), pointer(noop),
         )  # fmt: skip
         return
@@ -93,7 +105,7 @@ def quantize_nvfp4_current(
 ) -> None:
     """``amax_nvfp4`` and ``quantize_nvfp4`` in one call."""
     with_rht = with_rht and col is not None
-    x = taken_by(x, "quantize_nvfp4")
+    x = _taken(x, noop)
     kernel = find(x.device, "quantize_nvfp4_current")
     if kernel is None:
         amax_nvfp4(x, amax_row, amax_col, with_rht=with_rht, random_signs=random_signs, noop=noop)
@@ -113,11 +125,14 @@ def quantize_nvfp4_current(
         )
         return
     room = amax_scratch(x.device, 2)
-    run(
-        kernel, x.device, *described(x), two_d, with_rht, _signs(random_signs), pointer(rng_state),
-        pointer(amax_row), pointer(amax_col), pointer(room), pointer(row), pointer(row_scale), pointer(col),
-        pointer(col_scale), pointer(noop),
+    source = described(x)
+    rest = (
+        two_d, with_rht, _signs(random_signs), pointer(rng_state), pointer(amax_row), pointer(amax_col), pointer(room),
+        pointer(row), pointer(row_scale), pointer(col), pointer(col_scale), pointer(noop),
     )  # fmt: skip
+    # What many norms make is made twice, and never written. Others are made once, for the amax.
+    if not run(kernel, x.device, *source, *rest):
+        run(kernel, x.device, written(x, *source), *rest)
 
 
 def dequantize_nvfp4(

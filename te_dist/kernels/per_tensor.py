@@ -45,7 +45,7 @@ def cast_scaled(
     noop: Tensor | None = None,
 ) -> None:
     """amax [1], where given, is raised to max|x| on the way."""
-    x = taken_by(x, "cast_scaled", fp8)
+    x = taken_by(x, "cast_scaled")
     kernel = find(x.device, "cast_scaled")
     if kernel is not None:
         run(
@@ -71,7 +71,7 @@ def cast_current(
     power_of_2: bool,
     noop: Tensor | None = None,
 ) -> None:
-    x = taken_by(x, "cast_current", fp8)
+    x = taken_by(x, "cast_current")
     kernel = find(x.device, "cast_current")
     if kernel is not None:
         run(
@@ -105,8 +105,8 @@ def quantize_current(
     kernel = find(device, "quantize_current")
     # Both halves must be able to make the matrix, or neither does.
     if isinstance(x, Producer) and kernel is not None and not is_shapes_only():
-        made = taken_by(x, "cast_current", fp8)
-        x = made if isinstance(made, Tensor) or type(x) is Plain or fuses(x, "amax", None, False) else materialize(x)
+        made = taken_by(x, "cast_current")
+        x = made if isinstance(made, Tensor) or type(x) is Plain or fuses(x, "amax") else materialize(x)
     if kernel is None:
         value = torch.empty(1, dtype=torch.float32, device=device)
         amax(x, value)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from te_dist import reference_producers
-from te_dist.formats import DType, matrix_size
-from te_dist.kernels.backend import FLOAT_CODE, FP8_CODE, find, is_shapes_only, pointer, run, store
+from te_dist.formats import matrix_size
+from te_dist.kernels.backend import FLOAT_CODE, find, is_shapes_only, pointer, run, store
 from te_dist.producers import (
     ACTIVATION_CODES,
     COLUMN_TILE_ROWS,
@@ -46,6 +46,12 @@ def described(x: Tensor | Producer, column_sums: bool = True) -> tuple[Any, ...]
         return (producer_fields(x, column_sums),)
     rows, cols = x.shape
     return x.data_ptr(), FLOAT_CODE[x.dtype], rows, cols, max(x.stride(0), cols)
+
+
+def written(p: Producer, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """producer_fields of one that the kernel makes and writes; it is in memory from then on."""
+    p.materialized = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+    return (*fields, p.materialized.data_ptr())
 
 
 def vector(v: Tensor | None) -> tuple[int, int]:
@@ -92,22 +98,21 @@ def column_tiles(rows: int) -> int:
     return -(-rows // COLUMN_TILE_ROWS)
 
 
-# What the CUDA kernels make on the fly: kernel -> kinds of producers and fp8 formats. Not NVFP4, and no 32x32 blocks.
+# What the CUDA kernels make on the fly: kernel -> kinds of producers.
 _MADE = (NormOutput, ActivationOutput, ActivationGradient)
-_E4M3, _FP8 = (DType.kFloat8E4M3,), tuple(FP8_CODE)
-_FUSED: dict[str, tuple[tuple[type[Producer], ...], tuple[DType, ...]]] = {
-    "amax": (_MADE, ()),  # makes no column sums: the cast that follows does
-    "cast_scaled": ((Plain, *_MADE), _FP8),
-    "cast_current": ((Plain, *_MADE), _FP8),
-    "quantize_block": ((Plain, *_MADE), _E4M3),
-    "quantize_mxfp8": ((Plain, *_MADE), _E4M3),
+_FUSED: dict[str, tuple[type[Producer], ...]] = {
+    "amax": _MADE,  # makes no column sums: the cast that follows does
+    "cast_scaled": (Plain, *_MADE),
+    "cast_current": (Plain, *_MADE),
+    "quantize_block": (Plain, *_MADE),
+    "quantize_mxfp8": (Plain, *_MADE),
+    "amax_nvfp4": _MADE,  # and writes, for the cast
 }
 
 
-def fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
+def fuses(p: Producer, kernel: str) -> bool:
     """Whether the CUDA kernel takes the producer itself; the rules on shapes are those of csrc/check.cpp's is_fused."""
-    kinds, formats = _FUSED.get(kernel, ((), ()))
-    if two_d or type(p) not in kinds or (fp8 is not None and fp8 not in formats):
+    if type(p) not in _FUSED.get(kernel, ()):
         return False
     if p.device.type != "cuda" or p.dtype != torch.bfloat16 or p.numel() == 0 or find(p.device, kernel) is None:
         return False
@@ -124,14 +129,14 @@ def fuses(p: Producer, kernel: str, fp8: DType | None, two_d: bool) -> bool:
     )
 
 
-def taken_by(x: Tensor | Producer, kernel: str, fp8: DType | None = None, two_d: bool = False) -> Any:
+def taken_by(x: Tensor | Producer, kernel: str) -> Any:
     """`x` as `kernel` can take it: a producer stays one only where it is fused."""
     if not isinstance(x, Producer) or is_shapes_only():
         return x
     sums_missing = x.partials is not None and not x.partials_ready and kernel != "amax"
     if x.materialized is not None and not sums_missing:
         return x.materialized
-    return x if fuses(x, kernel, fp8, two_d) else materialize(x)
+    return x if fuses(x, kernel) else materialize(x)
 
 
 def materialize(p: Producer) -> Tensor:

@@ -1,0 +1,414 @@
+// NVFP4 rounded to nearest of what most matrices are: bf16, whole tiles of 128 x 128, planes whose rows are aligned, no
+// square blocks, and the standard signs. The same bytes as nvfp4_kernel.cuh makes of any tile, in fewer instructions,
+// and in loops: all of a tile's work in one piece does not fit the cache of instructions.
+//
+// A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of two
+// columns at a time. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
+//
+// What these kernels wait for is instructions, those of logic and shifts above all, and the number of their requests to
+// L2, not the bytes. Hence the multiplications where shifts would do, and blocks that take two tiles, one below the
+// other, whose column scales are written together. (More tiles a block are slower: all blocks come to write at the same
+// time, and lines of scales leave L2 before their neighbours have added theirs. So are clusters that put their scales
+// together. And so are more, smaller boxes.)
+#pragma once
+
+#include "amax.cuh"
+#include "boxes.cuh"
+#include "nvfp4_halves.cuh"
+#include "nvfp4_kernel.cuh"
+#include "powers.cuh"
+
+namespace te_dist {
+namespace cuda {
+namespace {
+
+struct NvWhole {
+  static constexpr int kRowsAtOnce = 4;
+  static constexpr int kBlocksPerSm = 5;
+  static constexpr unsigned kTall = 2;  // tiles of most blocks
+};
+
+// ---------------------------------------------------------------------------------------------- row plane
+struct FourRows {
+  uint32_t word[NvWhole::kRowsAtOnce][4];
+
+  __device__ __forceinline__ void load(const uint4* from) {
+#pragma unroll
+    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+      const uint4 v = from[i * NvConfig::kThreads];
+      word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
+    }
+  }
+  __device__ __forceinline__ void store(uint4* to) const {
+#pragma unroll
+    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+      to[i * NvConfig::kThreads] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+    }
+  }
+  // The largest magnitudes of two rows' blocks, in the halves of a word. The other thread that holds those blocks has
+  // the other two rows'.
+  __device__ __forceinline__ uint32_t maxima(bool odd) const {
+    uint32_t pair[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const auto& a = word[2 * k];
+      const auto& b = word[2 * k + 1];
+      pair[k] = fold_pairs(larger_pair(a[0], a[1], a[2], a[3]), larger_pair(b[0], b[1], b[2], b[3]));
+    }
+    const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? pair[0] : pair[1], 1);
+    return magnitudes(larger_pair(odd ? pair[1] : pair[0], other));
+  }
+};
+
+// Codes of four rows, to `to` and pitch bytes on. scales: of the thread's first row, kRowScales a row.
+__device__ __forceinline__ void write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
+                                                int64_t pitch, uint8_t* scales) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const bool odd = lane % 2 != 0;
+  const uint32_t maxima = rows.maxima(odd);
+  const EasyScale mine[2] = {EasyScale(float_of(low_float(maxima)), from),
+                             EasyScale(float_of(high_float(maxima)), from)};
+  constexpr int kPitch = NvTile<bf16_t>::kRowScales;
+  scales += (odd ? 2 : 0) * kPitch;
+  scales[0] = static_cast<uint8_t>(mine[0].code);
+  scales[kPitch] = static_cast<uint8_t>(mine[1].code);
+  const auto write = [&](const float(&factor)[2], const auto& pack) {
+#pragma unroll
+    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+      const float heard = __shfl_sync(kFullWarp, factor[i % 2], lane / 2 * 2 + i / 2);
+      store_bulk(reinterpret_cast<uint32_t*>(to), pack(rows.word[i], heard));
+      to += pitch;
+    }
+  };
+  const float factors[2] = {mine[0].factor, mine[1].factor};
+  const auto all_easy = [&](Ties most) {
+    return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
+  };
+  if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
+  if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
+  write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
+        [](const uint32_t(&from)[4], float factor) {
+          uint32_t word[4] = {from[0], from[1], from[2], from[3]};
+          make_plain(word, factor);
+          return pack_plain(word, factor);
+        });
+}
+
+// ---------------------------------------------------------------------------------------------- column plane
+struct ColumnCodes {
+  uint2 codes;
+  uint32_t scale;
+};
+
+__device__ __forceinline__ uint32_t max_of_column(const uint32_t (&pair)[8]) {
+  const uint32_t half[2] = {larger_pair(pair[0], pair[1], pair[2], pair[3]),
+                            larger_pair(pair[4], pair[5], pair[6], pair[7])};
+  const uint32_t two = magnitudes(larger_pair(half[0], half[1]));
+  return max(low_float(two), high_float(two));
+}
+
+// Values as they are, with what make_plain does to them where that is needed.
+__device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], const Nvfp4Global& global) {
+  const NvScale scale = make_scale(float_of(max_of_column(pair)), global);
+  float factor = exact_factor(scale.code, global);
+  make_plain(pair, factor);
+  return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale.code};
+}
+
+// Whether it could be done.
+__device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const PlaneScales& from, ColumnCodes& to) {
+  const EasyScale scale(float_of(max_of_column(pair)), from);
+  const auto pack = [&](const auto& eight) {
+    to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
+    return true;
+  };
+  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
+  if (all_easy(Ties::kNone)) return pack(pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return pack(pack_by_halves<Ties::kOdd>);
+  return all_easy(Ties::kAll) && pack(pack_by_halves<Ties::kAll>);
+}
+
+// Column e of two that lie in words.
+__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const PlaneScales& from) {
+  uint32_t pair[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
+  ColumnCodes made;
+  return pack_easy_column(pair, from, made) ? made : pack_hard_column(pair, from.global);
+}
+
+// The same, transformed. The transform ends with a product with 1/4, which commutes with the rounding to bf16 unless
+// numbers are very large or very small, so that scales take it over.
+__device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)[kBlock], int e,
+                                                          const PlaneScales& from) {
+  float v[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
+  flip_standard(v);
+  butterfly16(v);
+  uint32_t pair[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k], v[2 * k + 1]);
+  ColumnCodes made;
+  if (pack_easy_column(pair, from, made)) return made;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+  return pack_hard_column(pair, from.global);
+}
+
+// ---------------------------------------------------------------------------------------------- tiles
+// Where a line's scales from `block` on go. They stay in L2 until the lines there are whole.
+__device__ __forceinline__ uint8_t* scales_of(const NvPlane& plane, int64_t line, int64_t block) {
+  return plane.scale + line * (plane.data.cols / (kBlock / 2)) + block;
+}
+
+__device__ __forceinline__ void store_scales(uint8_t* to, uint2 scales) {
+  asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(scales.x), "r"(scales.y),
+               "l"(keep_in_l2())
+               : "memory");
+}
+
+__device__ __forceinline__ void store_scales(uint8_t* to, uint2 first, uint2 second) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(first.x), "r"(first.y),
+               "r"(second.x), "r"(second.y), "l"(keep_in_l2())
+               : "memory");
+}
+
+// Blocks 0 to tall - 1 have kTall tiles each, from the lowest ones up: L2 still holds the end of what the amax has been
+// taken of. The others have one each, of the rows of tiles above.
+struct TileOrder {
+  unsigned across;  // tiles
+  unsigned down;
+  unsigned tall;  // a multiple of across
+
+  static TileOrder of(int64_t rows, int64_t cols) {
+    constexpr int kTile = TileConfig::kTile;
+    TileOrder order{static_cast<unsigned>(cols / kTile), static_cast<unsigned>(rows / kTile), 0u};
+    // As many as there is room for at once, some times. The rest evens out when they end.
+    const int64_t room = static_cast<int64_t>(multiprocessors()) * NvWhole::kBlocksPerSm;
+    const int64_t pairs = rows / kTile * order.across / NvWhole::kTall / room * room;
+    if (order.down % NvWhole::kTall == 0u) order.tall = static_cast<unsigned>(pairs / order.across) * order.across;
+    return order;
+  }
+  int blocks() const { return grid_size(static_cast<int64_t>(down) * across - (NvWhole::kTall - 1) * tall); }
+  __device__ __forceinline__ bool is_tall() const { return blockIdx.x < tall; }
+  // Of the uppermost tile.
+  __device__ __forceinline__ unsigned row() const {
+    if (is_tall()) return down - NvWhole::kTall * (blockIdx.x / across + 1u);
+    return down - (NvWhole::kTall - 1u) * (tall / across) - 1u - blockIdx.x / across;
+  }
+  __device__ __forceinline__ unsigned col() const { return across - 1u - blockIdx.x % across; }
+};
+
+// A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
+struct NvBoxes {
+  CUtensorMap in;         // 4 rows i of all patches: [4][kGroups][128 columns]
+  CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
+};
+
+struct NvShared {
+  alignas(512) uint2 col_codes[NvPatch<bf16_t>::kCols][NvConfig::kLanes][NvConfig::kGroups];
+  alignas(128) uint4 patch[kBlock][NvConfig::kThreads];
+  alignas(8) uint8_t row_scales[NvConfig::kRows][NvTile<bf16_t>::kRowScales];
+  alignas(8) uint8_t col_scales[NvTile<bf16_t>::kCols][NvTile<bf16_t>::kColScales];
+  PlaneScales row;
+  PlaneScales col;
+  Arrival rows[kBlock / NvWhole::kRowsAtOnce];
+
+  // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
+  __device__ __forceinline__ uint2* codes_of(int lane, int group) {
+    return &col_codes[0][lane][((group / 2) ^ (lane / 2 % 4)) * 2 + group % 2];
+  }
+};
+
+// All of a tile, by one thread.
+__device__ __forceinline__ void fetch_tile(NvShared& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
+  constexpr int kRows = NvWhole::kRowsAtOnce;
+#pragma unroll
+  for (int i = 0; i < kBlock; i += kRows) {
+    Arrival& arrival = shared.rows[i / kRows];
+    arrival.expect(sizeof(shared.patch[0]) * kRows);
+    load_box(shared.patch[i], boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), i, arrival);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- kernel
+// What boxes bring is the matrix. Others make it of that: see nvfp4_whole_norm.cu.
+struct AsItIs {
+  static constexpr bool kMade = false;
+  struct Shared {};
+
+  __device__ __forceinline__ void prepare(Shared&, int64_t) const {}
+  __device__ __forceinline__ void make(const Shared&, int64_t, int, FourRows&) const {}
+};
+
+template <bool kHadamard, typename From>
+__global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
+    nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
+                       NvPlane col, NvParts parts, TileOrder order, const float* noop) {
+  using Tile = NvTile<bf16_t>;
+  constexpr int kTile = TileConfig::kTile;
+  constexpr int kCols = NvPatch<bf16_t>::kCols;
+  static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile && NvConfig::kThreads == kTile, "square tiles");
+  static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
+  __shared__ NvShared shared;
+  __shared__ typename From::Shared for_making;
+  if (is_noop(noop)) return;
+  __builtin_assume(threadIdx.x < NvConfig::kThreads);
+  const int line = static_cast<int>(threadIdx.x);
+  const int lane = line % NvConfig::kLanes;
+  const int group = line / NvConfig::kLanes;
+  const unsigned count = order.is_tall() ? NvWhole::kTall : 1u;
+  const int64_t tile_col = static_cast<int64_t>(order.col()) * kTile;
+  int64_t tile_row = static_cast<int64_t>(order.row()) * kTile;
+  int64_t first = tile_row + group * kBlock;
+  const bool asks = threadIdx.x == 64u;  // of a warp that fills no table
+  if (asks) {
+#pragma unroll
+    for (Arrival& arrival : shared.rows) arrival.init();
+    fetch_tile(shared, boxes, tile_row, tile_col);
+  }
+  const bool with_rows = row.data.data != nullptr;
+  const bool with_columns = !From::kMade || col.data.data != nullptr;
+  // What a warp finds of the parts is the whole, which the first block keeps.
+  const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
+    if (parts.count == 0) return *in_place;
+    wait_for_kernel_before();
+    const float amax = amax_of_parts(of_blocks, parts.count);
+    if (blockIdx.x == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
+    return amax;
+  };
+  if (threadIdx.x < 32) {
+    if (with_rows) shared.row.fill(amax_of(row.amax, parts.row, parts.row_amax), false);
+  } else if (threadIdx.x < 64) {
+    if (with_columns) shared.col.fill(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+  }
+  from.prepare(for_making, tile_col);
+  __syncthreads();
+  uint2* const codes = shared.codes_of(lane, group);
+  uint8_t* const scales = &shared.col_scales[lane * kCols][group];
+  uint2 now = make_uint2(0u, 0u);
+  uint2 before = now;
+#pragma unroll 1
+  for (unsigned left = count;;) {
+    uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
+    uint8_t* row_scales = &shared.row_scales[group * kBlock][lane / 2];
+    uint4* mine = &shared.patch[0][line];
+#pragma unroll 1
+    for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
+      shared.rows[step].wait(count - left);
+      if (!From::kMade && !with_rows) continue;
+      FourRows rows;
+      rows.load(mine);
+      from.make(for_making, first + step * NvWhole::kRowsAtOnce, lane, rows);
+      if (From::kMade && with_columns) rows.store(mine);
+      if (with_rows) write_four_rows(rows, shared.row, to, row.data.cols, row_scales);
+      mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
+      to += NvWhole::kRowsAtOnce * row.data.cols;
+      row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
+    }
+#pragma unroll 1
+    for (unsigned turn = 0; with_columns && turn < 4u; ++turn) {
+      // Each eight lanes have columns of their own, so that they meet every bank once.
+      const unsigned w = (turn + threadIdx.x / 8u) % 4u;
+      const auto* words = reinterpret_cast<const uint32_t*>(&shared.patch[0][line]) + w;
+      uint32_t word[kBlock];
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
+#pragma unroll
+      for (unsigned e = 0u; e < 2u; ++e) {
+        const ColumnCodes made =
+            kHadamard ? transformed_column(word, e, shared.col) : column_as_it_is(word, e, shared.col);
+        codes[(2u * w + e) * (NvConfig::kLanes * NvConfig::kGroups)] = made.codes;
+        scales[(2u * w + e) * Tile::kColScales] = static_cast<uint8_t>(made.scale);
+      }
+    }
+    --left;
+    show_to_copies();
+    __syncthreads();
+    if (asks) {
+      if (left > 0u) fetch_tile(shared, boxes, tile_row + kTile, tile_col);
+      if (with_columns) {
+        store_box(boxes.col_codes, static_cast<int>(tile_row / 2), static_cast<int>(tile_col / kCols), 0,
+                  shared.col_codes);
+      }
+    }
+    const auto eight = [](const uint8_t(&of)[8]) { return *reinterpret_cast<const uint2*>(of); };
+    if (with_rows) {
+      store_scales(scales_of(row, tile_row + line, tile_col / kBlock), eight(shared.row_scales[line]));
+    }
+    before = now;
+    if (with_columns) now = eight(shared.col_scales[line]);
+    if (count == 1u && with_columns) store_scales(scales_of(col, tile_col + line, tile_row / kBlock), now);
+    if (asks) wait_for_stores();
+    tile_row += kTile;
+    first += kTile;
+    if (left == 0u) break;
+    __syncthreads();
+  }
+  if (count > 1u && with_columns) {
+    const int64_t first_row = tile_row - NvWhole::kTall * kTile;
+    store_scales(scales_of(col, tile_col + line, first_row / kBlock), before, now);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- host
+NvBoxes boxes_of(const Input& x, const Planes& out) {
+  constexpr auto kLanes = static_cast<cuuint32_t>(NvConfig::kLanes);
+  constexpr auto kGroups = static_cast<cuuint32_t>(NvConfig::kGroups);
+  constexpr auto kCols = static_cast<cuuint32_t>(NvPatch<bf16_t>::kCols);
+  const auto rows = static_cast<cuuint64_t>(x.rows);
+  const auto cols = static_cast<cuuint64_t>(x.cols);
+  const auto step = static_cast<cuuint64_t>(x.stride) * sizeof(bf16_t);
+  const BoxedMatrix in{const_cast<void*>(x.data),
+                       CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                       {cols, rows / kBlock, kBlock},
+                       {kBlock * step, step},
+                       {kLanes * kCols, kGroups, NvWhole::kRowsAtOnce},
+                       BoxPlaces::kPlain};
+  const BoxedMatrix codes{out.col_data,
+                          CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                          {rows / 2, cols / kCols, kCols},
+                          {kCols * rows / 2, rows / 2},
+                          {kGroups * sizeof(uint2), kLanes, kCols},
+                          BoxPlaces::kSpread};
+  return NvBoxes{map_of(in), out.col_data != nullptr ? map_of(codes) : CUtensorMap{}};
+}
+
+// Whether tiles are as nvfp4_whole_kernel<true, From> takes them; of both planes, either may not be asked for.
+template <typename From>
+bool is_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
+  if (!has_clusters()) return false;
+  static const bool built = is_built_for_boxes(reinterpret_cast<const void*>(&nvfp4_whole_kernel<true, From>));
+  constexpr int64_t kMost = int64_t{1} << 30;
+  constexpr int kTile = TileConfig::kTile;
+  return built && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost && x.dtype == Float::kBF16 &&
+         x.rows % kTile == 0 && x.cols % kTile == 0 && tile_input<bf16_t>(x).vector &&
+         nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() && nv_col_plane(x, out, nullptr).data.is_whole() &&
+         aligned(out.row_scale, 8) && aligned(out.col_scale, 16) && !options.two_d &&
+         !(options.hadamard && options.signs != kHadamardSigns);
+}
+
+template <typename From>
+void launch_whole(const Input& x, const From& from, const Nvfp4Options& options, const float* amax_row,
+                  const float* amax_col, const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
+  const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
+  const NvPlane col = nv_col_plane(x, out, amax_col);
+  const TileOrder order = TileOrder::of(x.rows, x.cols);
+  const NvBoxes boxes = boxes_of(x, out);
+  const auto kernel = options.hadamard ? nvfp4_whole_kernel<true, From> : nvfp4_whole_kernel<false, From>;
+  const auto start = [&](const auto& launcher) {
+    launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts,
+             order, noop);
+  };
+  if (parts.count != 0 && !is_captured(lane)) {
+    start([](const auto&... arguments) { launch_close(arguments...); });
+  } else {
+    start([](const auto&... arguments) { launch(arguments...); });
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace te_dist
