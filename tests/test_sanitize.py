@@ -67,6 +67,16 @@ def test_a_run_without_time_for_a_test_is_not_clean(
     assert "tests/test_a.py::test_three" not in seen.names["memcheck"]
 
 
+def test_a_process_without_a_share_of_the_tests_is_clean() -> None:
+    """There may be more processes than tests that are left."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TE_DIST_TEST_SHARE": "2/3"}
+    idle = subprocess.run([*command, "-k", "begin_anew"], env=environment, text=True, capture_output=True)
+    assert idle.returncode != 0 and "PASSED" not in idle.stdout
+    tool = "\n========= Target application returned an error\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitize.is_clean(idle.stdout + tool, idle.returncode, False), idle.stdout
+
+
 def test_other_sources_begin_anew(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tool)
     (tmp_path / "csrc").mkdir()
