@@ -20,7 +20,7 @@ unit: $(VENV)/.installed
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # What is installed was compiled for this machine's GPU or for Hopper; this only compiles, where there is a compiler, and
-# in a fifth of the time where that can: nobody runs what it makes.
+# without optimizing, where that is an option: nobody runs what it makes.
 blackwell: $(VENV)/.installed
 	@if command -v nvcc >/dev/null 2>&1 && command -v cmake >/dev/null 2>&1; then \
 	  if nvcc --help | grep -q Ofast-compile; then quick=--Ofast-compile=max; fi; \

@@ -3,13 +3,11 @@
 //
 // Python's own C interface, without a binding library: a call of 15 numbers costs a fraction of a microsecond, the
 // build needs nothing but Python's headers, and this file compiles in a second.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "arguments.h"
 
 #include <new>
 #include <stdexcept>
 
-#include "api.h"
 #include "cpu/variants.h"
 
 namespace te_dist {
@@ -18,119 +16,10 @@ namespace {
 // A backend is a table of functions; each Python function holds the address of its backend's as `self`.
 using Backend = cpu::KernelTable;
 
-struct BadArgument {};  // the Python error is set
-
-// Takes arguments in order.
-class Reader {
- public:
-  Reader(const char* name, PyObject* const* args, Py_ssize_t count) : name_(name), args_(args), count_(count) {}
-
-  bool done = true;  // what Python is told
-
-  int64_t integer() { return to_integer(next()); }
-  bool flag() { return integer() != 0; }
-  Float dtype() { return static_cast<Float>(integer()); }
-  Fp8 fp8() { return static_cast<Fp8>(integer()); }
-  float number() {
-    const double value = PyFloat_AsDouble(next());
-    if (value == -1.0 && PyErr_Occurred() != nullptr) throw BadArgument{};
-    return static_cast<float>(value);
-  }
-  template <typename T>
-  T* pointer() {
-    return reinterpret_cast<T*>(static_cast<std::intptr_t>(integer()));
-  }
-  Input input() {
-    const void* data = pointer<const void>();
-    const Float type = dtype();
-    const int64_t rows = integer();
-    const int64_t cols = integer();
-    return Input{data, type, rows, cols, integer()};
-  }
-  Output output() {
-    void* data = pointer<void>();
-    const Float type = dtype();
-    const int64_t rows = integer();
-    return Output{data, type, rows, integer()};
-  }
-  Planes planes() {
-    uint8_t* row = pointer<uint8_t>();
-    void* row_scale = pointer<void>();
-    uint8_t* col = pointer<uint8_t>();
-    return Planes{row, row_scale, col, pointer<void>()};
-  }
-  Nvfp4Options nvfp4_options() {
-    Nvfp4Options options{};
-    options.two_d = flag();
-    options.hadamard = flag();
-    options.signs = static_cast<uint32_t>(integer());
-    options.rng = pointer<const int64_t>();
-    return options;
-  }
-  Vector vector() {
-    const void* data = pointer<const void>();
-    return Vector{data, dtype()};
-  }
-  // Either five numbers in a row (a matrix), or one tuple with everything a producer has.
-  Source source() {
-    Source result;
-    if (at_ < count_ && PyTuple_Check(args_[at_])) {
-      PyObject* tuple = args_[at_++];
-      Reader fields(name_, reinterpret_cast<PyTupleObject*>(tuple)->ob_item, PyTuple_GET_SIZE(tuple));
-      fields.producer(result);
-      fields.end();
-    } else {
-      static_cast<Input&>(result) = input();
-    }
-    return result;
-  }
-  Lane last_lane() {
-    const Lane lane = integer();
-    end();
-    return lane;
-  }
-
- private:
-  void producer(Source& to) {
-    static_cast<Input&>(to) = input();
-    to.kind = static_cast<Produce>(integer());
-    to.activation = static_cast<Activation>(integer());
-    to.gated = flag();
-    to.zero_centered = flag();
-    to.make_stats = flag();
-    to.eps = number();
-    to.grad = pointer<const void>();
-    to.grad_stride = integer();
-    to.weight = vector();
-    to.bias = vector();
-    to.mean = pointer<float>();
-    to.rstd = pointer<float>();
-    to.partials = pointer<float>();
-    if (at_ < count_) to.written = pointer<void>();
-  }
-  PyObject* next() {
-    if (at_ < count_) return args_[at_++];
-    PyErr_Format(PyExc_TypeError, "_kernels.%s expects more than %zd arguments", name_, count_);
-    throw BadArgument{};
-  }
-  int64_t to_integer(PyObject* object) {
-    const long long value = PyLong_AsLongLong(object);
-    if (value == -1 && PyErr_Occurred() != nullptr) {
-      PyErr_Format(PyExc_TypeError, "_kernels.%s: argument %zd expects an integer but got %R", name_, at_ - 1, object);
-      throw BadArgument{};
-    }
-    return value;
-  }
-  void end() {
-    if (at_ == count_) return;
-    PyErr_Format(PyExc_TypeError, "_kernels.%s expects %zd arguments but got %zd", name_, at_, count_);
-    throw BadArgument{};
-  }
-
-  const char* name_;
-  PyObject* const* args_;
-  Py_ssize_t count_;
-  Py_ssize_t at_ = 0;
+// What Python calls, and what it is told.
+struct Call : Reader {
+  using Reader::Reader;
+  bool done = true;
 };
 
 // Kernels never touch Python objects, and those of the CPU run for a while.
@@ -151,7 +40,7 @@ void without_gil(const Body& body) {
   body();
 }
 
-using Function = void (*)(Reader&, const Backend&);
+using Function = void (*)(Call&, const Backend&);
 
 struct Entry {
   const char* name;
@@ -160,7 +49,7 @@ struct Entry {
 
 const Entry kEntries[] = {
     {"amax",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        float* amax = r.pointer<float>();
        const bool accumulate = r.flag();
@@ -169,7 +58,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.amax(x, amax, accumulate, noop, lane); });
      }},
     {"cast_scaled",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const float* scale = r.pointer<const float>();
        const Fp8 format = r.fp8();
@@ -182,7 +71,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.cast_scaled(x, scale, format, row, col, scale_inv, amax, noop, lane); });
      }},
     {"cast_current",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const float* amax = r.pointer<const float>();
        const float eps = r.number();
@@ -196,7 +85,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.cast_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane); });
      }},
     {"quantize_current",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        float* amax = r.pointer<float>();
        const float eps = r.number();
@@ -210,7 +99,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.quantize_current(x, amax, eps, power_of_2, format, row, col, scale_inv, noop, lane); });
      }},
     {"quantize_block",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const int block_dim = static_cast<int>(r.integer());
        const float eps = r.number();
@@ -222,7 +111,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.quantize_block(x, block_dim, eps, power_of_2, format, out, noop, lane); });
      }},
     {"quantize_mxfp8",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const bool two_d = r.flag();
        const Fp8 format = r.fp8();
@@ -232,7 +121,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.quantize_mxfp8(x, two_d, format, out, noop, lane); });
      }},
     {"amax_nvfp4",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        Nvfp4Options options{};
        options.hadamard = r.flag();
@@ -244,7 +133,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.amax_nvfp4(x, options, amax_row, amax_col, noop, lane); });
      }},
     {"quantize_nvfp4",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const Nvfp4Options options = r.nvfp4_options();
        const float* amax_row = r.pointer<const float>();
@@ -255,7 +144,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane); });
      }},
     {"quantize_nvfp4_current",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const Nvfp4Options options = r.nvfp4_options();
        float* amax_row = r.pointer<float>();
@@ -269,7 +158,7 @@ const Entry kEntries[] = {
        });
      }},
     {"dequantize_tensor",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const uint8_t* data = r.pointer<const uint8_t>();
        const bool columnwise = r.flag();
        const Fp8 format = r.fp8();
@@ -279,7 +168,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.dequantize_tensor(data, columnwise, format, scale_inv, out, lane); });
      }},
     {"dequantize_block",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const uint8_t* data = r.pointer<const uint8_t>();
        const float* scale = r.pointer<const float>();
        const bool columnwise = r.flag();
@@ -290,7 +179,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.dequantize_block(data, scale, columnwise, block_dim, format, out, lane); });
      }},
     {"dequantize_mxfp8",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const uint8_t* data = r.pointer<const uint8_t>();
        const uint8_t* scale = r.pointer<const uint8_t>();
        const bool columnwise = r.flag();
@@ -300,7 +189,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.dequantize_mxfp8(data, scale, columnwise, format, out, lane); });
      }},
     {"dequantize_nvfp4",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const uint8_t* data = r.pointer<const uint8_t>();
        const uint8_t* scale = r.pointer<const uint8_t>();
        const float* amax = r.pointer<const float>();
@@ -313,7 +202,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.dequantize_nvfp4(data, scale, amax, columnwise, options, out, lane); });
      }},
 #define TED_LAYOUT_ENTRY(name)                                        \
-  {#name, [](Reader& r, const Backend& call) {                        \
+  {#name, [](Call& r, const Backend& call) {                        \
      const uint8_t* in = r.pointer<const uint8_t>();                  \
      const int64_t rows = r.integer();                                \
      const int64_t cols = r.integer();                                \
@@ -325,14 +214,14 @@ const Entry kEntries[] = {
     TED_LAYOUT_ENTRY(transpose_nibbles),
     TED_LAYOUT_ENTRY(swizzle_scales),
     {"produce",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const Source x = r.source();
        const Output out = r.output();
        const Lane lane = r.last_lane();
        without_gil([&] { call.produce(x, out, lane); });
      }},
     {"norm_backward",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        NormGrad from{};
        from.x = r.input();
        from.grad = r.pointer<const void>();
@@ -349,7 +238,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.norm_backward(from, dx, weight_partials, bias_partials, workspace, lane); });
      }},
     {"advance_scales",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        float* history = r.pointer<float>();
        float* scales = r.pointer<float>();
        const float* largest = r.pointer<const float>();
@@ -361,7 +250,7 @@ const Entry kEntries[] = {
        without_gil([&] { call.advance_scales(history, scales, largest, length, count, margin, most_recent, lane); });
      }},
     {"reduce_partials",
-     [](Reader& r, const Backend& call) {
+     [](Call& r, const Backend& call) {
        const float* partials = r.pointer<const float>();
        const int64_t tiles = r.integer();
        const Output out = r.output();
@@ -396,9 +285,9 @@ PyObject* guarded(const Function& function) {
 PyObject* invoke(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
   return guarded([&]() -> PyObject* {
-    Reader reader(bound->entry->name, args, count);
-    bound->entry->function(reader, *bound->backend);
-    return PyBool_FromLong(reader.done ? 1 : 0);
+    Call call(bound->entry->name, args, count);
+    bound->entry->function(call, *bound->backend);
+    return PyBool_FromLong(call.done ? 1 : 0);
   });
 }
 

@@ -57,11 +57,7 @@ __device__ __forceinline__ void make_norm_rows(const SharedVector& gains, const 
         uint4& vector = held.vector[r * kEach + i];
         const float shift = stats[r].shift(kCentered);
         const auto two = [&](uint32_t& word, float2 gains, float2 biases) {
-          const float low = Words<bf16_t>::element(word, 0);
-          const float high = Words<bf16_t>::element(word, 1);
-          word = kCentered ? pack_bf16(norm_of(low, stats[r].rstd, shift, gains.x, biases.x),
-                                       norm_of(high, stats[r].rstd, shift, gains.y, biases.y))
-                           : pack_bf16(low * stats[r].rstd * gains.x, high * stats[r].rstd * gains.y);
+          word = norm_of_word<kCentered>(word, stats[r].rstd, shift, gains, biases);
         };
         two(half == 0 ? vector.x : vector.z, make_float2(gain.x, gain.y), make_float2(bias.x, bias.y));
         two(half == 0 ? vector.y : vector.w, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));

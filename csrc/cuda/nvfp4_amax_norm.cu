@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) load_words(from + i * x.stride, patch.word[i]);
   const float4 gain = load_four_gains(x, col);
-  const float4 bias = load_four(x.bias, col, kNoBias);
+  const float4 bias = load_vector_four(x.bias, col, kNoBias);
   const auto peek_mine = [&] {
     const int64_t mine = row + threadIdx.x % kBlock;
     return RowStats{kShifted && x.centered ? peek(x.mean + mine) : 0.0f, peek(x.rstd + mine)};

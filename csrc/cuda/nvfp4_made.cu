@@ -119,7 +119,7 @@ void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float*
     constexpr Way kWay = decltype(way)::value;
     launch_way<kWay>("nvfp4_amax_patches_kernel", nvfp4_amax_patches_kernel<kWay>, 0, made, noop, lane, out);
   };
-  if (start_way(way_of(made, true), Fp8::kE4M3, start)) return;
+  if (start_way(way_of(made, true), Fp8::kE4M3, start)) return;  // any format: bf16 is written
   launch_made("nvfp4_amax_made_kernel", nvfp4_amax_made_kernel, made, lane, out);
 }
 

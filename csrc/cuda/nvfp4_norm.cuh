@@ -19,17 +19,8 @@ void launch_nvfp4_whole_norm(const Made& x, const Nvfp4Options& options, const f
 // Whether there are shifts or biases. The kernels are apart: an RMSNorm has no registers for them.
 inline bool is_shifted(const Made& x) { return x.centered || x.bias.data != nullptr; }
 
-// What a norm makes of the two values in a word.
-template <bool kShifted>
-__device__ __forceinline__ uint32_t norm_of_word(uint32_t word, float rstd, float shift, float2 gain, float2 bias) {
-  const float low = Words<bf16_t>::element(word, 0);
-  const float high = Words<bf16_t>::element(word, 1);
-  if (!kShifted) return pack_bf16(low * rstd * gain.x, high * rstd * gain.y);
-  return pack_bf16(norm_of(low, rstd, shift, gain.x, bias.x), norm_of(high, rstd, shift, gain.y, bias.y));
-}
-
 // Four neighbours of a vector along K, from a multiple of four on; `none` where there is no vector.
-__device__ __forceinline__ float4 load_four(const RowView& from, int64_t col, float none) {
+__device__ __forceinline__ float4 load_vector_four(const RowView& from, int64_t col, float none) {
   if (from.data == nullptr) return make_float4(none, none, none, none);
   if (from.dtype == Float::kF32) {
     return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(from.data) + col));
@@ -42,7 +33,7 @@ __device__ __forceinline__ float4 load_four(const RowView& from, int64_t col, fl
 }
 
 __device__ __forceinline__ float4 load_four_gains(const Made& x, int64_t col) {
-  float4 gain = load_four(x.weight, col, 1.0f);
+  float4 gain = load_vector_four(x.weight, col, 1.0f);
   if (x.zero_centered) gain = make_float4(gain.x + 1.0f, gain.y + 1.0f, gain.z + 1.0f, gain.w + 1.0f);
   return gain;
 }

@@ -24,7 +24,7 @@ struct FromNorm {
     if (at >= 2 * kLanes) return;
     const int64_t col = tile_col + at * 4;
     shared.gain[at % 2][at / 2] = load_four_gains(x, col);
-    if (kShifted) shared.bias[at % 2][at / 2] = load_four(x.bias, col, kNoBias);
+    if (kShifted) shared.bias[at % 2][at / 2] = load_vector_four(x.bias, col, kNoBias);
   }
 
   // Rows from `row` on.

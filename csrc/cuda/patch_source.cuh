@@ -191,8 +191,7 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
           uint32_t& word = patch.word[i][2 * half + j / 2];
-          word = pack_bf16(Words<bf16_t>::element(word, 0) * rstd * gain[j],
-                           Words<bf16_t>::element(word, 1) * rstd * gain[j + 1]);
+          word = norm_of_word<false>(word, rstd, 0.0f, make_float2(gain[j], gain[j + 1]), make_float2(0.0f, 0.0f));
         }
       }
       continue;
@@ -206,8 +205,8 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         uint32_t& word = patch.word[i][2 * half + j / 2];
-        word = pack_bf16(norm_of(Words<bf16_t>::element(word, 0), rstd, shift, gain[j], bias[j]),
-                         norm_of(Words<bf16_t>::element(word, 1), rstd, shift, gain[j + 1], bias[j + 1]));
+        word = norm_of_word<true>(word, rstd, shift, make_float2(gain[j], gain[j + 1]),
+                                  make_float2(bias[j], bias[j + 1]));
       }
     }
   }

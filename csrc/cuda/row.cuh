@@ -425,6 +425,15 @@ __device__ __forceinline__ float norm_of(float v, float rstd, float shift, float
   return fused_multiply_add(fused_multiply_add(v, rstd, shift), gain, bias);
 }
 
+// Of the two values in a word of bf16. kShifted: there are shifts or biases.
+template <bool kShifted>
+__device__ __forceinline__ uint32_t norm_of_word(uint32_t word, float rstd, float shift, float2 gain, float2 bias) {
+  const float low = Words<bf16_t>::element(word, 0);
+  const float high = Words<bf16_t>::element(word, 1);
+  if (!kShifted) return pack_bf16(low * rstd * gain.x, high * rstd * gain.y);
+  return pack_bf16(norm_of(low, rstd, shift, gain.x, bias.x), norm_of(high, rstd, shift, gain.y, bias.y));
+}
+
 __device__ __forceinline__ void apply_norm(float (&v)[8], float rstd, float shift, const float (&gain)[8],
                                            const float (&bias)[8]) {
 #pragma unroll

@@ -112,16 +112,19 @@ def find(device: torch.device, kernel: str) -> Any:
 
 
 def run(function: Any, device: torch.device, *args: Any) -> bool:
-    """Run an extension function on the caller's stream, or with as many threads as torch uses. False: it has done
-    nothing, because it cannot (those that may say so tell why)."""
+    """Run an extension function on the caller's stream, or with as many threads as torch uses. False: it cannot, and
+    has done nothing. (csrc/api.h says which ones may.)"""
+    done: bool
     if function is _nothing:
         return True
     if device.type == "cpu":
-        return bool(function(*args, torch.get_num_threads()))
-    if device.index is None or device.index == torch_compat.current_cuda_device():
-        return bool(function(*args, torch_compat.current_raw_stream(torch_compat.current_cuda_device())))
-    with torch.cuda.device(device):
-        return bool(function(*args, torch_compat.current_raw_stream(device.index)))
+        done = function(*args, torch.get_num_threads())
+    elif device.index is None or device.index == torch_compat.current_cuda_device():
+        done = function(*args, torch_compat.current_raw_stream(torch_compat.current_cuda_device()))
+    else:
+        with torch.cuda.device(device):
+            done = function(*args, torch_compat.current_raw_stream(device.index))
+    return done
 
 
 def functions(device: torch.device) -> dict[str, Any] | None:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from te_dist import reference
 from te_dist.formats import HADAMARD_SIGN_MASK
-from te_dist.kernels.backend import FLOAT_CODE, find, pointer, run, store_all
+from te_dist.kernels.backend import FLOAT_CODE, find, is_shapes_only, pointer, run, store_all
 from te_dist.kernels.per_tensor import amax_scratch
-from te_dist.kernels.sources import Matrix, described, taken_by, written
+from te_dist.kernels.sources import Matrix, described, materialize, taken_by, written
 from te_dist.producers import Producer
 
 
@@ -19,9 +19,11 @@ def _signs(random_signs: bool) -> int:
 
 
 def _taken(x: Matrix, noop: Tensor | None) -> Any:
-    """`x` as the amax takes it: a producer where it is made on the fly, unless that might be skipped: the matrix would
-    seem to be there."""
-    return taken_by(x, "amax_nvfp4" if noop is None else "quantize_nvfp4")
+    """`x` as the amax takes it: a producer where it is made on the fly. Not under a no-op flag: where that is set, a
+    matrix that nobody has written would seem to be there."""
+    if noop is not None and isinstance(x, Producer) and not is_shapes_only():
+        return materialize(x)
+    return taken_by(x, "amax_nvfp4")
 
 
 def amax_nvfp4(
