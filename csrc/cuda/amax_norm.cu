@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
     amax_norm_kernel(const __grid_constant__ Made x, bool make_stats, AmaxOut out, const float* noop) {
   extern __shared__ float4 memory[];
   __shared__ BlockAmax of_block;
+  let_next_kernel_start();
   if (is_noop(noop)) return;
   using Held = TeamRow<kVectors, kHeld>;
   using W = Words<bf16_t>;

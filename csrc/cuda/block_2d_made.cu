@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     }
     turn = (turn + 1u) % kScratches;
   };
-  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize, shares);
+  for_each_patch<kWay, SquareTile, 8>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize, shares);
 }
 
 template <typename F>

@@ -92,6 +92,9 @@ inline int grid_size(int64_t blocks) {
 // Not a matrix that only needs to be read.
 inline bool is_made(const Source& x) { return x.kind != Produce::kPlain || x.partials != nullptr; }
 
+// A matrix in memory whose columns are added up.
+inline bool is_summed(const Source& x) { return x.kind == Produce::kPlain && x.partials != nullptr; }
+
 template <typename T>
 struct Tag {
   using type = T;

@@ -83,11 +83,11 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
 
 void amax_nvfp4(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                 const float* noop, Lane lane) {
-  const bool made = x.written != nullptr;
-  if (!made) check::plain(x);
+  const bool passes = x.written != nullptr || is_summed(x);
+  if (!passes) check::plain(x);
   check::hadamard(options, x.rows);
+  if (passes) return launch_amax_nvfp4_made(x, options, amax_row, amax_col, noop, lane);
   if (amax_row == nullptr && amax_col == nullptr) return;
-  if (made) return launch_amax_nvfp4_made(x, options, amax_row, amax_col, noop, lane);
   const bool empty = x.rows == 0 || x.cols == 0;
   if (empty && options.hadamard) return launch_amax_reset(amax_row, amax_col, noop, lane);
   launch_amax_nvfp4(x, options, amax_row, amax_col, nullptr, noop, lane);

@@ -3,12 +3,13 @@
 
 #include "../numerics/hadamard.h"
 #include "amax.cuh"
+#include "bands.cuh"
 #include "nvfp4.cuh"
 
 namespace te_dist {
 namespace cuda {
 
-// Of a matrix that is made, and written to x.written on the way.
+// Of a matrix that is made, and written to x.written on the way; or of one in memory, whose columns are added up.
 void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                             const float* noop, Lane lane);
 
@@ -38,7 +39,74 @@ __device__ __forceinline__ uint32_t transformed_amax(float (&v)[kBlock], uint32_
   return largest;
 }
 
-// What a block has found: a word of raw magnitudes, and transformed_amax's. Either may have no place to go.
+// ---------------------------------------------------------------------------------------------- columns to leave out
+// Two bf16 sums.
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  constexpr uint32_t kOnes = 0x3F803F80u;
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(kOnes), "r"(b));
+  return sum;
+}
+
+// Of the magnitudes in each half of kRows words, pair by pair. word(i): a word of bf16.
+template <int kRows, typename Word>
+__device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int first = 0) {
+  if constexpr (kRows == 1) {
+    return Words<bf16_t>::magnitude(word(first));
+  } else {
+    const uint32_t left = sum_of_magnitudes<kRows / 2>(word, first);
+    return add_pairs(left, sum_of_magnitudes<kRows / 2>(word, first + kRows / 2));
+  }
+}
+
+// The amax of transformed columns, in place, as all warps of the GPU raise it. A column's largest is at most a quarter
+// of the sum of its 16 magnitudes, which takes a tenth of the transform's instructions, and tells of most columns that
+// they are below what is known already: those need not be transformed.
+class ColumnAmax {
+ public:
+  // Null: not to be asked.
+  __device__ __forceinline__ explicit ColumnAmax(float* amax)
+      : amax_(amax), heard_(amax != nullptr ? peek(amax) : 0.0f) {}
+
+  // What was on its way becomes known, and the next one is asked for: whoever waits for an answer waits long.
+  __device__ __forceinline__ void ask() {
+    known_ = max(known_, bits_of(heard_));
+    heard_ = peek(amax_);
+  }
+
+  // Whether any lane's columns may be larger than what is known. sums: of 16 magnitudes, in each half.
+  __device__ __forceinline__ bool may_rise(uint32_t sums) const {
+    // Four times the amax, less what four roundings to bf16 may take from a sum (2^-8 of it each), and the transform's.
+    constexpr float kFour = 3.93f;
+    constexpr uint32_t kMostFinite = 0x7F7Fu;
+    const uint32_t most = min(bits_of(float_of(known_) * kFour) >> 16, kMostFinite);
+    return __any_sync(kFullWarp, Words<bf16_t>::fold(sums) > most);
+  }
+
+  // largest: transformed_amax's, of each lane.
+  __device__ __forceinline__ void raise(uint32_t largest) {
+    const float found = to_float(to_bf16(float_of(__reduce_max_sync(kFullWarp, largest)) * 0.25f));
+    const uint32_t bits = bits_of(amax_of_bits(bits_of(found)));
+    if (bits <= known_) return;
+    known_ = bits;
+    if (threadIdx.x % 32 == 0) atomic_amax(amax_, found);
+  }
+
+ private:
+  float* amax_;
+  float heard_;
+  uint32_t known_ = 0u;
+};
+
+// ---------------------------------------------------------------------------------------------- blocks
+// What a block has found: a word of raw magnitudes.
+template <typename T, int kThreads>
+__device__ __forceinline__ void give_row_amax(uint32_t row_word, const AmaxOut& amax_row, uint32_t* scratch) {
+  const uint32_t raw = block_max<kThreads>(Words<T>::fold(row_word), scratch);
+  if (threadIdx.x == 0 && amax_row.amax != nullptr) give_amax(amax_row, Words<T>::to_float_of_raw(raw));
+}
+
+// And transformed_amax's. Either may have no place to go.
 template <typename T, int kThreads>
 __device__ __forceinline__ void give_amaxes(uint32_t row_word, uint32_t col_bits, const AmaxOut& amax_row,
                                             const AmaxOut& amax_col, uint32_t* scratch) {

@@ -1,7 +1,7 @@
 // NVFP4's two global amaxes of what a norm makes, in whole tiles: 2 bytes an element. The norm's statistics are made in
 // the same launch (bands.cuh).
 #include "nvfp4_amax.cuh"
-#include "nvfp4_norm.cuh"
+#include "nvfp4_twice.cuh"
 #include "patch_source.cuh"
 
 namespace te_dist {
@@ -16,8 +16,9 @@ struct NvNormAmax {
 // A warp takes 16 rows of a tile, and a lane four columns of them.
 template <bool kShifted>
 __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm)
-    nvfp4_amax_norm_kernel(const __grid_constant__ Made x, AmaxOut amax_row, AmaxOut amax_col, const float* noop) {
+    nvfp4_amax_norm_kernel(const __grid_constant__ Made x, AmaxOut amax_row, float* amax_col, const float* noop) {
   __shared__ uint32_t scratch[NvNormAmax::kThreads / 32];
+  let_next_kernel_start();
   if (is_noop(noop)) return;
   const BandPiece piece =
       x.order.ordered ? band_piece(x.order, blockIdx.x) : band_tile(x.order, blockIdx.x);
@@ -31,15 +32,9 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   for (int i = 0; i < kBlock; ++i) load_words(from + i * x.stride, patch.word[i]);
   const float4 gain = load_four_gains(x, col);
   const float4 bias = load_vector_four(x.bias, col, kNoBias);
-  const auto peek_mine = [&] {
-    const int64_t mine = row + threadIdx.x % kBlock;
-    return RowStats{kShifted && x.centered ? peek(x.mean + mine) : 0.0f, peek(x.rstd + mine)};
-  };
-  RowStats mine = peek_mine();
-  while (x.order.ordered && __any_sync(kFullWarp, is_pending(mine.mean) || is_pending(mine.rstd))) {
-    __nanosleep(200);
-    mine = peek_mine();
-  }
+  ColumnAmax columns(amax_col);
+  RowStats mine = peek_stats<kBlock>(x, row, true);
+  await_stats<kBlock>(x, row, true, mine);
   const float shift_of_mine = mine.shift(x.centered);
   uint32_t row_word = 0u;
 #pragma unroll
@@ -51,15 +46,22 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
     word[1] = norm_of_word<kShifted>(word[1], rstd, shift, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));
     row_word = max_of_words<bf16_t>(word, row_word);
   }
-  uint32_t col_bits = 0u;
+  columns.ask();
+  const auto sums = [&](int w) {
+    return sum_of_magnitudes<kBlock>([&](int i) { return patch.word[i][w]; });
+  };
+  if (columns.may_rise(Words<bf16_t>::max(sums(0), sums(1)))) {
+    uint32_t largest = 0u;
 #pragma unroll
-  for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
-    float v[kBlock];
-    column_values(patch, j, v);
-    flip_standard(v);
-    col_bits = transformed_amax(v, col_bits);
+    for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
+      float v[kBlock];
+      column_values(patch, j, v);
+      flip_standard(v);
+      largest = transformed_amax(v, largest);
+    }
+    columns.raise(largest);
   }
-  give_amaxes<bf16_t, NvNormAmax::kThreads>(row_word, col_bits, amax_row, amax_col, scratch);
+  give_row_amax<bf16_t, NvNormAmax::kThreads>(row_word, amax_row, scratch);
 }
 
 }  // namespace
@@ -69,7 +71,7 @@ void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, con
   launch_amax_reset(amax_row, amax_col, noop, lane);
   const auto kernel = is_shifted(x) ? nvfp4_amax_norm_kernel<true> : nvfp4_amax_norm_kernel<false>;
   launch("nvfp4_amax_norm_kernel", kernel, static_cast<int>(x.pieces), NvNormAmax::kThreads, lane, x,
-         AmaxOut{amax_row, nullptr}, AmaxOut{amax_col, nullptr}, noop);
+         AmaxOut{amax_row, nullptr}, amax_col, noop);
 }
 
 }  // namespace cuda

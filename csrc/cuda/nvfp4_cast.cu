@@ -1,6 +1,6 @@
 // NVFP4 rounded to nearest, and the entry point for both kinds of rounding.
 #include "amax.cuh"
-#include "nvfp4_norm.cuh"
+#include "nvfp4_twice.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -29,24 +29,27 @@ bool check_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax
   return check_planes(x, options, amax_row, amax_col, out);
 }
 
-// What a norm makes, which is never written.
-bool quantize_nvfp4_norm(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,
-                         const Planes& out, const float* noop, Lane lane) {
+// What is made twice, and never written. False: nothing was done.
+bool quantize_nvfp4_twice(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,
+                          const Planes& out, const float* noop, Lane lane) {
   const Made made = made_of(x, true);
-  if (!check_planes(x, options, amax_row, amax_col, out) || options.rng != nullptr ||
-      !is_nvfp4_whole_norm(x, options, out)) {
-    return false;
-  }
+  if (!check_planes(x, options, amax_row, amax_col, out) || options.rng != nullptr) return false;
+  const bool norm = is_nvfp4_whole_norm(x, options, out);
+  if (!norm && !is_nvfp4_activation(x, options, out)) return false;
   NvParts parts{};
-  if (options.hadamard && amax_col != nullptr) {
+  if (norm && options.hadamard && amax_col != nullptr) {
     launch_amax_nvfp4_norm(made, amax_row, amax_col, noop, lane);
   } else {
-    if (takes_patches(made) || multiprocessors() * kMostAmaxBlocksPerSm > kAmaxRoom) return false;
+    if ((norm && takes_patches(made)) || multiprocessors() * kMostAmaxBlocksPerSm > kAmaxRoom) return false;
     check::required("room", room, 16);
     const AmaxOut to{amax_row != nullptr ? amax_row : amax_col, room};
     parts = NvParts{room, room, launch_amax_made(x, to, false, noop, lane), amax_row, amax_col};
   }
-  launch_nvfp4_whole_norm(made, options, amax_row, amax_col, parts, out, noop, lane);
+  if (norm) {
+    launch_nvfp4_whole_norm(made, options, amax_row, amax_col, parts, out, noop, lane);
+  } else {
+    launch_nvfp4_activation(made, parts, out, noop, lane);
+  }
   return true;
 }
 
@@ -72,7 +75,15 @@ bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float*
     if (any) quantize_nvfp4(written, options, amax_row, amax_col, out, noop, lane);
     return true;
   }
-  if (is_made(x)) return quantize_nvfp4_norm(x, options, amax_row, amax_col, room, out, noop, lane);
+  if (is_summed(x)) {
+    Source read = x;
+    read.partials = nullptr;
+    const bool any = check_nvfp4(read, options, amax_row, amax_col, out);
+    amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
+    if (any) quantize_nvfp4(read, options, amax_row, amax_col, out, noop, lane);
+    return true;
+  }
+  if (is_made(x)) return quantize_nvfp4_twice(x, options, amax_row, amax_col, room, out, noop, lane);
   const bool any = check_nvfp4(x, options, amax_row, amax_col, out);
   if (!any || options.rng != nullptr || !is_nvfp4_whole(x, options, out)) {
     amax_nvfp4(x, options, amax_row, amax_col, noop, lane);

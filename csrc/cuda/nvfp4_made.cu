@@ -1,7 +1,7 @@
 // NVFP4's two global amaxes of a bf16 matrix that is made on the fly, and written on the way, for the cast. That has
-// few instructions to spare for making it once more. It does so for norms of whole tiles (nvfp4_whole_norm.cu). Tables
-// of activations would take the shared memory of its tiles, and two operands are as much to read as the result to write
-// and read.
+// few instructions to spare for making it once more, and two operands are as much to read as the result to write and
+// read. What is made twice: norms of whole tiles (nvfp4_whole_norm.cu), and some activations whose rows alone are
+// quantized (nvfp4_activation.cu). Or the amaxes of a matrix in memory, whose columns are added up on the way.
 #include "made_store.cuh"
 #include "nvfp4_amax.cuh"
 #include "patch_source.cuh"
@@ -23,7 +23,8 @@ struct NvMadeOut {
 // Of the patches that a thread has met.
 class NvMaxima {
  public:
-  __device__ __forceinline__ explicit NvMaxima(const NvMadeOut& out) : hadamard_(out.hadamard) {
+  __device__ __forceinline__ explicit NvMaxima(const NvMadeOut& out)
+      : hadamard_(out.hadamard), columns_(out.hadamard ? out.amax_col.amax : nullptr) {
     signs_ = out.signs >> (is_lower() ? 8 : 0);
   }
 
@@ -35,9 +36,7 @@ class NvMaxima {
 
   __device__ __forceinline__ void give(const NvMadeOut& out) const {
     __shared__ uint32_t scratch[TileConfig::kThreads / 32];
-    if (hadamard_) {
-      return give_amaxes<bf16_t, TileConfig::kThreads>(row_word_, col_bits_, out.amax_row, out.amax_col, scratch);
-    }
+    if (hadamard_) return give_row_amax<bf16_t, TileConfig::kThreads>(row_word_, out.amax_row, scratch);
     const uint32_t raw = block_max<TileConfig::kThreads>(Words<bf16_t>::fold(row_word_), scratch);
     if (threadIdx.x != 0) return;
     const float amax = Words<bf16_t>::to_float_of_raw(raw);  // of both
@@ -48,9 +47,21 @@ class NvMaxima {
  private:
   static __device__ __forceinline__ bool is_lower() { return (threadIdx.x & 16u) != 0u; }
 
-  // 16 rows are those of two lanes, 16 apart: each takes four of their eight columns. Whose rows are whose makes no
-  // difference to transformed_amax, once their signs are right.
+  // 16 rows are those of two lanes, 16 apart.
   __device__ __forceinline__ void add_transformed(const Patch<bf16_t>& patch) {
+    columns_.ask();
+    uint32_t largest = 0u;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t mine = sum_of_magnitudes<TileConfig::kPatch>([&](int i) { return patch.word[i][w]; });
+      largest = Words<bf16_t>::max(largest, add_pairs(mine, __shfl_xor_sync(kFullWarp, mine, 16)));
+    }
+    if (columns_.may_rise(largest)) columns_.raise(transformed(patch));
+  }
+
+  // Each takes four of their eight columns. Whose rows are whose makes no difference to transformed_amax, once their
+  // signs are right.
+  __device__ __forceinline__ uint32_t transformed(const Patch<bf16_t>& patch) const {
     NvPatch<bf16_t, 2> columns;
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
@@ -63,18 +74,20 @@ class NvMaxima {
         columns.word[i + 8][w] = __shfl_xor_sync(kFullWarp, is_lower() ? left : right, 16);
       }
     }
+    uint32_t largest = 0u;
 #pragma unroll
     for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
       float v[kBlock];
       column_values(columns, j, v);
-      col_bits_ = transformed_amax(v, col_bits_);
+      largest = transformed_amax(v, largest);
     }
+    return largest;
   }
 
   uint32_t row_word_ = 0u;
-  uint32_t col_bits_ = 0u;
   uint32_t signs_;  // of this thread's rows
   bool hadamard_;
+  ColumnAmax columns_;
 };
 
 template <Way kWay>
@@ -110,10 +123,10 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
 void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                             const float* noop, Lane lane) {
   check::fused(x);
-  check::required("the made matrix", x.written, 16);
+  if (!is_summed(x)) check::required("the made matrix", x.written, 16);
   launch_amax_reset(amax_row, amax_col, noop, lane);
   const Made made = made_of(x, true);
-  const NvMadeOut out{static_cast<bf16_t*>(x.written), AmaxOut{amax_row, nullptr}, AmaxOut{amax_col, nullptr},
+  const NvMadeOut out{is_summed(x) ? nullptr : static_cast<bf16_t*>(x.written), AmaxOut{amax_row, nullptr}, AmaxOut{amax_col, nullptr},
                       options.hadamard && amax_col != nullptr, options.signs, noop};
   const auto start = [&](auto way, auto) {
     constexpr Way kWay = decltype(way)::value;

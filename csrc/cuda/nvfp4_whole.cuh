@@ -14,86 +14,17 @@
 
 #include "amax.cuh"
 #include "boxes.cuh"
-#include "nvfp4_halves.cuh"
-#include "nvfp4_kernel.cuh"
-#include "powers.cuh"
+#include "nvfp4_four_rows.cuh"
 
 namespace te_dist {
 namespace cuda {
 namespace {
 
 struct NvWhole {
-  static constexpr int kRowsAtOnce = 4;
+  static constexpr int kRowsAtOnce = FourRows::kRows;
   static constexpr int kBlocksPerSm = 5;
   static constexpr unsigned kTall = 2;  // tiles of most blocks
 };
-
-// ---------------------------------------------------------------------------------------------- row plane
-struct FourRows {
-  uint32_t word[NvWhole::kRowsAtOnce][4];
-
-  __device__ __forceinline__ void load(const uint4* from) {
-#pragma unroll
-    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-      const uint4 v = from[i * NvConfig::kThreads];
-      word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
-    }
-  }
-  __device__ __forceinline__ void store(uint4* to) const {
-#pragma unroll
-    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-      to[i * NvConfig::kThreads] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
-    }
-  }
-  // The largest magnitudes of two rows' blocks, in the halves of a word. The other thread that holds those blocks has
-  // the other two rows'.
-  __device__ __forceinline__ uint32_t maxima(bool odd) const {
-    uint32_t pair[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const auto& a = word[2 * k];
-      const auto& b = word[2 * k + 1];
-      pair[k] = fold_pairs(larger_pair(a[0], a[1], a[2], a[3]), larger_pair(b[0], b[1], b[2], b[3]));
-    }
-    const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? pair[0] : pair[1], 1);
-    return magnitudes(larger_pair(odd ? pair[1] : pair[0], other));
-  }
-};
-
-// Codes of four rows, to `to` and pitch bytes on. scales: of the thread's first row, kRowScales a row.
-__device__ __forceinline__ void write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
-                                                int64_t pitch, uint8_t* scales) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const bool odd = lane % 2 != 0;
-  const uint32_t maxima = rows.maxima(odd);
-  const EasyScale mine[2] = {EasyScale(float_of(low_float(maxima)), from),
-                             EasyScale(float_of(high_float(maxima)), from)};
-  constexpr int kPitch = NvTile<bf16_t>::kRowScales;
-  scales += (odd ? 2 : 0) * kPitch;
-  scales[0] = static_cast<uint8_t>(mine[0].code);
-  scales[kPitch] = static_cast<uint8_t>(mine[1].code);
-  const auto write = [&](const float(&factor)[2], const auto& pack) {
-#pragma unroll
-    for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-      const float heard = __shfl_sync(kFullWarp, factor[i % 2], lane / 2 * 2 + i / 2);
-      store_bulk(reinterpret_cast<uint32_t*>(to), pack(rows.word[i], heard));
-      to += pitch;
-    }
-  };
-  const float factors[2] = {mine[0].factor, mine[1].factor};
-  const auto all_easy = [&](Ties most) {
-    return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
-  };
-  if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
-  if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
-  write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
-        [](const uint32_t(&from)[4], float factor) {
-          uint32_t word[4] = {from[0], from[1], from[2], from[3]};
-          make_plain(word, factor);
-          return pack_plain(word, factor);
-        });
-}
 
 // ---------------------------------------------------------------------------------------------- column plane
 struct ColumnCodes {
@@ -158,23 +89,6 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
-// Where a line's scales from `block` on go. They stay in L2 until the lines there are whole.
-__device__ __forceinline__ uint8_t* scales_of(const NvPlane& plane, int64_t line, int64_t block) {
-  return plane.scale + line * (plane.data.cols / (kBlock / 2)) + block;
-}
-
-__device__ __forceinline__ void store_scales(uint8_t* to, uint2 scales) {
-  asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(scales.x), "r"(scales.y),
-               "l"(keep_in_l2())
-               : "memory");
-}
-
-__device__ __forceinline__ void store_scales(uint8_t* to, uint2 first, uint2 second) {
-  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(first.x), "r"(first.y),
-               "r"(second.x), "r"(second.y), "l"(keep_in_l2())
-               : "memory");
-}
-
 // Blocks 0 to tall - 1 have kTall tiles each, from the lowest ones up: L2 still holds the end of what the amax has been
 // taken of. The others have one each, of the rows of tiles above.
 struct TileOrder {
@@ -273,8 +187,8 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const bool with_columns = !From::kMade || col.data.data != nullptr;
   // What a warp finds of the parts is the whole, which the first block keeps.
   const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
-    if (parts.count == 0) return *in_place;
     wait_for_kernel_before();
+    if (parts.count == 0) return *in_place;
     const float amax = amax_of_parts(of_blocks, parts.count);
     if (blockIdx.x == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
     return amax;
@@ -402,7 +316,8 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
     launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts,
              order, noop);
   };
-  if (parts.count != 0 && !is_captured(lane)) {
+  // Where the kernel before has found amaxes, but has not written x.
+  if ((parts.count != 0 || From::kMade) && !is_captured(lane)) {
     start([](const auto&... arguments) { launch_close(arguments...); });
   } else {
     start([](const auto&... arguments) { launch(arguments...); });

@@ -146,18 +146,21 @@ __device__ __forceinline__ void load_operand(const Made& x, const bf16_t* data, 
   }
 }
 
-// Statistics of the rows of a patch, as they are now: eight neighbouring lanes, which share their rows, have one each.
+// Statistics of the kRows rows from `row` on, as they are now: as many neighbouring lanes, which share them, have one
+// each.
+template <int kRows = TileConfig::kPatch>
 __device__ __forceinline__ RowStats peek_stats(const Made& x, int64_t row, bool inside) {
-  row += threadIdx.x % 8;
+  row += threadIdx.x % kRows;
   const bool there = inside || row < x.rows;
   return RowStats{there && x.centered ? peek(x.mean + row) : 0.0f, there ? peek(x.rstd + row) : 0.0f};
 }
 
 // Until all lanes of the warp have theirs.
+template <int kRows = TileConfig::kPatch>
 __device__ __forceinline__ void await_stats(const Made& x, int64_t row, bool inside, RowStats& mine) {
   while (x.order.ordered && __any_sync(kFullWarp, is_pending(mine.mean) || is_pending(mine.rstd))) {
     __nanosleep(200);
-    mine = peek_stats(x, row, inside);
+    mine = peek_stats<kRows>(x, row, inside);
   }
 }
 
@@ -170,41 +173,42 @@ struct NormVectors {
       : gain(load_first(x.weight, col)), bias(load_first(x.bias, col)) {}
 };
 
-// What a norm makes of a patch of its operand, four columns at a time: there are not registers enough for eight gains
-// and eight biases. mine: of peek_stats.
+// What a norm makes of a patch of its operand, kColumns columns at a time: four where there are not registers enough for
+// eight gains and eight biases, but then every lane is asked for its statistics twice. mine: of peek_stats.
+template <int kColumns>
 __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, bool inside, const RowStats& mine,
                                           const NormVectors& vectors, Patch<bf16_t>& patch) {
   const bool shifted = x.centered || x.bias.data != nullptr;
   const float shift_of_mine = mine.shift(x.centered);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float gain[4];
-    values_of_half(x.weight, col, vectors.gain, half, 1.0f, gain);
+  for (int first = 0; first < 8; first += kColumns) {
+    float gain[kColumns];
+    values_of_some(x.weight, col, vectors.gain, first, 1.0f, gain);
     if (x.zero_centered) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) gain[j] += 1.0f;
+      for (int j = 0; j < kColumns; ++j) gain[j] += 1.0f;
     }
     if (!shifted) {
 #pragma unroll
       for (int i = 0; i < TileConfig::kPatch; ++i) {
         const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          uint32_t& word = patch.word[i][2 * half + j / 2];
+        for (int j = 0; j < kColumns; j += 2) {
+          uint32_t& word = patch.word[i][(first + j) / 2];
           word = norm_of_word<false>(word, rstd, 0.0f, make_float2(gain[j], gain[j + 1]), make_float2(0.0f, 0.0f));
         }
       }
       continue;
     }
-    float bias[4];
-    values_of_half(x.bias, col, vectors.bias, half, kNoBias, bias);
+    float bias[kColumns];
+    values_of_some(x.bias, col, vectors.bias, first, kNoBias, bias);
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
       const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
       const float shift = __shfl_sync(kFullWarp, shift_of_mine, i, 8);
 #pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        uint32_t& word = patch.word[i][2 * half + j / 2];
+      for (int j = 0; j < kColumns; j += 2) {
+        uint32_t& word = patch.word[i][(first + j) / 2];
         word = norm_of_word<true>(word, rstd, shift, make_float2(gain[j], gain[j + 1]),
                                   make_float2(bias[j], bias[j + 1]));
       }
@@ -369,7 +373,8 @@ __device__ __forceinline__ NearPlace place_in_band(const BandPiece& piece) {
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
 // (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
 // memory. backwards: starts with the last tile, which L2 may still hold. shares: consume uses the work area.
-template <Way kWay, typename Shape, typename Consume>
+// kNormColumns: see make_norm.
+template <Way kWay, typename Shape, int kNormColumns = 4, typename Consume>
 __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
                                                float* memory, const Consume& consume, bool shares = true) {
   const auto finish = [&](Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
@@ -396,7 +401,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       const NormVectors vectors(x, col);
       RowStats stats = peek_stats(x, row, inside);
       await_stats(x, row, inside, stats);
-      make_norm(x, row, col, inside, stats, vectors, patch);
+      make_norm<kNormColumns>(x, row, col, inside, stats, vectors, patch);
     }
     finish(patch, tile, inside);
   } else {

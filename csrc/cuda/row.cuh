@@ -183,25 +183,30 @@ __device__ __forceinline__ uint4 load_first(const RowView& from, int64_t col) {
   return __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(from.data) + col * size_of(from.dtype)));
 }
 
-// The values of half of them, or `none` where there is no vector. first: of load_first.
-__device__ __forceinline__ void values_of_half(const RowView& from, int64_t col, const uint4& first, int half,
-                                               float none, float (&v)[4]) {
-  const uint32_t words[2] = {half == 0 ? first.x : first.z, half == 0 ? first.y : first.w};
+// Some of their values, from `first` on, a multiple of four; `none` where there is no vector. loaded: of load_first.
+template <int kCount>
+__device__ __forceinline__ void values_of_some(const RowView& from, int64_t col, const uint4& loaded, int first,
+                                               float none, float (&v)[kCount]) {
+  const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
   if (from.data == nullptr) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = none;
+    for (int j = 0; j < kCount; ++j) v[j] = none;
   } else if (from.dtype == Float::kBF16) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = Words<bf16_t>::element(words[j / 2], j % 2);
+    for (int j = 0; j < kCount; ++j) v[j] = Words<bf16_t>::element(words[(first + j) / 2], j % 2);
   } else if (from.dtype == Float::kF16) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = Words<fp16_t>::element(words[j / 2], j % 2);
+    for (int j = 0; j < kCount; ++j) v[j] = Words<fp16_t>::element(words[(first + j) / 2], j % 2);
   } else {
-    uint4 four = first;
-    if (half != 0 && col < from.cols) {
-      four = __ldg(reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + col) + 1);
+#pragma unroll
+    for (int four = first; four < first + kCount; four += 4) {
+      uint4 bits = loaded;
+      if (four != 0 && col < from.cols) {
+        bits = __ldg(reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + col) + 1);
+      }
+      float* to = v + four - first;
+      to[0] = float_of(bits.x), to[1] = float_of(bits.y), to[2] = float_of(bits.z), to[3] = float_of(bits.w);
     }
-    v[0] = float_of(four.x), v[1] = float_of(four.y), v[2] = float_of(four.z), v[3] = float_of(four.w);
   }
 }
 

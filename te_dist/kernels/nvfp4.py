@@ -11,7 +11,7 @@ from te_dist.formats import HADAMARD_SIGN_MASK
 from te_dist.kernels.backend import FLOAT_CODE, find, is_shapes_only, pointer, run, store_all
 from te_dist.kernels.per_tensor import amax_scratch
 from te_dist.kernels.sources import Matrix, described, materialize, taken_by, written
-from te_dist.producers import Producer
+from te_dist.producers import Plain, Producer
 
 
 def _signs(random_signs: bool) -> int:
@@ -40,7 +40,7 @@ def amax_nvfp4(
     kernel = find(x.device, "amax_nvfp4")
     if kernel is not None:
         source = described(x)
-        if isinstance(x, Producer) and source:
+        if isinstance(x, Producer) and not isinstance(x, Plain) and source:
             source = (written(x, *source),)
         run(
             kernel, x.device, *source, with_rht, _signs(random_signs),

@@ -106,7 +106,7 @@ _FUSED: dict[str, tuple[type[Producer], ...]] = {
     "cast_current": (Plain, *_MADE),
     "quantize_block": (Plain, *_MADE),
     "quantize_mxfp8": (Plain, *_MADE),
-    "amax_nvfp4": _MADE,  # and writes, for the cast
+    "amax_nvfp4": (Plain, *_MADE),  # and writes what is made, for the cast
 }
 
 

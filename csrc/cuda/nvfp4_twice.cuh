@@ -1,4 +1,4 @@
-// NVFP4 of what a norm makes, in whole tiles: it is made for the amaxes and once more for the codes, and never written.
+// NVFP4 of what is made in whole tiles for the amaxes, and once more for the codes, and never written.
 #pragma once
 
 #include "norm_rows.cuh"
@@ -7,6 +7,13 @@
 namespace te_dist {
 namespace cuda {
 
+// ---------------------------------------------------------------------------------------------- activations
+// Whether launch_nvfp4_activation takes it: a row plane alone, of an activation whose amax is that of its operand's
+// outermost values (goes_up_and_down).
+bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
+void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane);
+
+// ---------------------------------------------------------------------------------------------- norms
 // Both amaxes, in place; the column path's of what the transform makes, with the standard signs. The statistics where
 // x.order says so. Either may be null.
 void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);

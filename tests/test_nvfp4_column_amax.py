@@ -1,0 +1,122 @@
+"""The amax of transformed columns, where a GPU leaves out columns whose sums of magnitudes are small enough: it has to
+be the reference's for matrices that leave those little room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import QUANTIZERS, assert_same_bytes, on
+from test_producers import activation, gradient
+from torch import Tensor
+
+from te_dist import kernels, reference
+from te_dist.formats import HADAMARD_SIGN_MASK
+from te_dist.producers import NormOutput, Plain, Producer
+
+pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
+
+
+def signs_of_rows(random_signs: bool) -> Tensor:
+    """What each of 16 rows is multiplied with before it is added up, for the first of the transform's results."""
+    mask = HADAMARD_SIGN_MASK if random_signs else 0
+    return torch.tensor([-1.0 if mask >> i & 1 else 1.0 for i in range(16)])
+
+
+def aligned_columns(magnitudes: Tensor, random_signs: bool) -> Tensor:
+    """Columns whose largest transformed value is a quarter of the sum of their magnitudes, which none exceeds."""
+    rows = magnitudes.shape[0]
+    return (magnitudes * signs_of_rows(random_signs).repeat(rows // 16)[:, None]).bfloat16()
+
+
+def norm_of_ones(x: Tensor) -> Producer:
+    """A norm that makes `x` of `x`."""
+    weight, rstd = (torch.ones(size, device=x.device) for size in reversed(x.shape))
+    made = NormOutput(x, weight, None, None, rstd, eps=0.0)
+    made.stats_ready = True
+    return made
+
+
+def summed(x: Tensor) -> Producer:
+    made = Plain(x)
+    made.want_column_sums()
+    return made
+
+
+MAKERS: dict[str, Callable[[Tensor], Producer]] = {"norm": norm_of_ones, "sums": summed}
+
+
+def check(x: Tensor, maker: str, random_signs: bool, device: str) -> Tensor:
+    expected = reference.amax_nvfp4(x, with_rht=True, random_signs=random_signs)
+    quantizer = on(device, QUANTIZERS["nvfp4_rht" if random_signs else "nvfp4_rht_plain_signs"]())
+    producer = MAKERS[maker](x.to(device))
+    storage = quantizer.quantize_produced(producer, producer.shape)
+    amaxes = (storage._amax_rowwise, storage._amax_columnwise)
+    for mine, theirs, which in zip(amaxes, expected, ("row", "column"), strict=True):
+        assert_same_bytes(mine, theirs.reshape(1).to(device), f"{maker} {tuple(x.shape)} {which}")
+    return expected[1]
+
+
+@pytest.mark.parametrize("random_signs", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_columns_that_are_almost_alike(maker: str, random_signs: bool, device: str) -> None:
+    """Everywhere columns that could be the largest, and one that is, by less than sums in bf16 can tell."""
+    generator = torch.Generator().manual_seed(3)
+    for rows, cols in ((512, 1024), (272, 640)):
+        magnitudes = torch.rand(rows // 16, cols, generator=generator) * 0.03 + 1
+        for place in ((0, 0), (rows // 16 - 1, cols - 1), (9, 77)):
+            magnitudes[place] = 1.04
+            x = aligned_columns(magnitudes.repeat_interleave(16, 0), random_signs)
+            assert float(check(x, maker, random_signs, device)) == 4.15625  # 1.04 as bf16, times 4
+            magnitudes[place] = 1.0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_sum_that_is_rounded_down_four_times(maker: str, device: str) -> None:
+    """1 + 1.0078125 is 2 in bf16, and so it goes on: 16, where the sum is 16.1. The other columns have 16."""
+    magnitudes = torch.ones(2048, 1024)
+    magnitudes[-16:, -1] = 1.0078125
+    magnitudes[-16, -1] = 1.0
+    total = magnitudes[-16:, -1].bfloat16().tolist()
+    while len(total) > 1:
+        pairs = torch.tensor(total).bfloat16().view(-1, 2)
+        total = (pairs[:, 0] + pairs[:, 1]).tolist()
+    assert total == [16.0]
+    assert float(check(aligned_columns(magnitudes, True), maker, True, device)) == 4.03125
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**127, 2.0**-133])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_special_values_in_one_column(maker: str, value: float, device: str) -> None:
+    """2^127, sixteen times, is more than bf16 and fp32 hold; 2^-133 is the smallest number of all."""
+    for others in (0.0, 1.0, 2.0**125):
+        magnitudes = torch.full((512, 256), others)
+        magnitudes[-16:, 100] = value
+        check(aligned_columns(magnitudes, True), maker, True, device)
+        one = torch.full((512, 256), others).bfloat16()
+        one[200, 100] = value
+        check(one, maker, True, device)
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+@pytest.mark.parametrize("scale", [1.0, 1e-38, 1e30])
+def test_many_normal_values(scale: float) -> None:
+    """Most columns are left out here."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = (torch.randn(4096, 2048, generator=generator, device="cuda") * scale).bfloat16()
+    producers = [
+        norm_of_ones(x),
+        summed(x),
+        activation(x, "silu", False),
+        activation(x, "relu", False),
+        activation(torch.cat([x, x.flip(0)], 1), "swiglu", False),
+        gradient(x, "gelu", False),
+        gradient(torch.cat([x, x.flip(0)], 1), "swiglu", False),
+    ]
+    for producer in producers:
+        storage = on("cuda", QUANTIZERS["nvfp4_rht"](rowwise=False)).quantize_produced(producer, producer.shape)
+        expected = [torch.empty(1, device="cuda") for _ in range(2)]
+        kernels.amax_nvfp4(kernels.materialize(producer), *expected, with_rht=True, random_signs=True)
+        assert_same_bytes(storage._amax_columnwise, expected[1], type(producer).__name__)
