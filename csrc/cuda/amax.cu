@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
 }
 
 __global__ void amax_reset_kernel(float* first, float* second, const float* noop) {
+  let_next_kernel_start();
   if (is_noop(noop)) return;
   if (first != nullptr) *first = 0.0f;
   if (second != nullptr) *second = 0.0f;

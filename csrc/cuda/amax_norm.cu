@@ -1,6 +1,7 @@
 // amax of a norm's result: 2 bytes an element.
 #include "amax.cuh"
 #include "norm_rows.cuh"
+#include "powers.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -20,7 +21,8 @@ struct BlockAmax {
   __device__ __forceinline__ uint32_t largest() { return atomicMax(&raw, 0u); }
 };
 
-template <bool kCentered, int kVectors, int kHeld>
+// kFull: rows have as many columns as fit.
+template <bool kCentered, int kVectors, int kHeld, bool kFull>
 __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlocksPerSm<kVectors>)
     amax_norm_kernel(const __grid_constant__ Made x, bool make_stats, AmaxOut out, const float* noop) {
   extern __shared__ float4 memory[];
@@ -32,28 +34,29 @@ __global__ void __launch_bounds__(NormRowsConfig::kThreads, NormRowsConfig::kBlo
   const int rank = RowTeam::rank();
   if (threadIdx.x == 0) of_block = BlockAmax{0u, 0u};  // before the barrier behind which rows begin
   uint32_t largest = 0u;
-  for_each_norm_row<kCentered, kVectors, kHeld, false>(
+  for_each_norm_row<kCentered, kVectors, kHeld, kFull>(
       x, make_stats, false, memory,
       [&](int64_t, int, const Held& made) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          if (Held::offset_of(i) + 8 * rank >= x.cols) continue;
+          if (!kFull && Held::offset_of(i) + 8 * rank >= x.cols) continue;
           const uint4& v = made.vector[i];
-          largest = W::max(largest, W::magnitude(v.x), W::magnitude(v.y));
-          largest = W::max(largest, W::magnitude(v.z), W::magnitude(v.w));
+          largest = larger_pair(largest, larger_pair(v.x, v.y, v.z, v.w));
         }
       },
       [](int64_t) {});
+  largest = magnitudes(largest);
   if (out.parts == nullptr) return raise_amax_by_warps<bf16_t>(out.amax, largest);
   // Teams end at different times: the last warp has them all.
   const uint32_t raw = __reduce_max_sync(kFullWarp, W::fold(largest));
   if (threadIdx.x % 32 == 0 && of_block.is_last(raw)) give_amax(out, W::to_float_of_raw(of_block.largest()));
 }
 
-template <int kVectors, int kHeld>
+template <int kVectors, int kHeld, bool kFull = false>
 int launch_held(const Made& x, bool make_stats, const AmaxOut& out, const float* noop, Lane lane) {
   static_assert(NormRowsConfig::kBlocksPerSm<kVectors> <= kMostAmaxBlocksPerSm, "room for their parts");
-  const auto kernel = x.centered ? amax_norm_kernel<true, kVectors, kHeld> : amax_norm_kernel<false, kVectors, kHeld>;
+  const auto kernel = x.centered ? amax_norm_kernel<true, kVectors, kHeld, kFull>
+                                 : amax_norm_kernel<false, kVectors, kHeld, kFull>;
   return launch_norm_rows<kVectors, kHeld>("amax_norm_kernel", kernel, x, lane, make_stats, out, noop);
 }
 
@@ -66,6 +69,9 @@ int launch_amax_norm(const Made& x, bool make_stats, const AmaxOut& out, const f
   }
   if (x.cols > NormRowsConfig::kColumns) {
     return launch_held<NormRowsConfig::kLongVectors, 1>(x, make_stats, out, noop, lane);
+  }
+  if (x.cols == NormRowsConfig::kColumns) {
+    return launch_held<NormRowsConfig::kVectors, 1, true>(x, make_stats, out, noop, lane);
   }
   int blocks = 0;
   with_held_rows(x.cols, [&](auto held) {

@@ -90,8 +90,16 @@ __device__ __forceinline__ BandPiece band_piece(const Bands& order, unsigned num
 // ---------------------------------------------------------------------------------------------- statistics
 constexpr uint32_t kPendingBits = 0xFFF0DDEDu;
 
-// Marks statistics as not there, on the stream; mean null: RMSNorm. Unless noop: then they stay as they are.
-void launch_mark_pending(float* mean, float* rstd, int64_t rows, const float* noop, Lane lane);
+// What the statistics of `rows` rows, and up to two amaxes, are before a kernel makes them, which may be launched close
+// behind this one. mean null: RMSNorm. Unless noop: then they stay as they are.
+struct Unmade {
+  float* mean;
+  float* rstd;
+  int64_t rows;
+  float* first_amax;  // each may be null
+  float* second_amax;
+};
+void launch_mark_pending(const Unmade& what, const float* noop, Lane lane);
 
 __device__ __forceinline__ bool is_pending(float statistic) { return bits_of(statistic) == kPendingBits; }
 

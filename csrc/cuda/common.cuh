@@ -41,11 +41,11 @@ inline bool is_captured(Lane lane) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// The same of a kernel that may start before the one in front of it in the stream has ended, on GPUs that have that. It
-// calls wait_for_kernel_before in front of what depends on it; everything before that one has ended. Not for graphs,
-// which not every driver lets have such pairs.
+// The same with dynamic shared memory, of a kernel that may start before the one in front of it in the stream has
+// ended, on GPUs that have that. It calls wait_for_kernel_before in front of what depends on it; everything before that
+// one has ended. Not in graphs, which not every driver lets have such pairs.
 template <typename... Parameters, typename... Arguments>
-void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, int threads, Lane lane,
+void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, int threads, int bytes, Lane lane,
                   const Arguments&... arguments) {
   cudaLaunchAttribute close{};
   close.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -53,9 +53,10 @@ void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, i
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream_of(lane);
   config.attrs = &close;
-  config.numAttrs = 1;
+  config.numAttrs = is_captured(lane) ? 0 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 

@@ -1,5 +1,5 @@
-// NVFP4's row plane of an activation without a bias or a gate, whose sigmoids come from a table. Its amax is found at the
-// price of reading the operand (amax_activation.cu), so that it is made once, here, and never written.
+// NVFP4's row plane of an activation without a bias or a gate, whose sigmoids come from a table. Its amax is found at
+// the price of reading the operand (amax_activation.cu), so that it is made once, here, and never written.
 #include "amax.cuh"
 #include "nvfp4_four_rows.cuh"
 #include "nvfp4_twice.cuh"

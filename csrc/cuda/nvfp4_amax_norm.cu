@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   for (int i = 0; i < kBlock; ++i) load_words(from + i * x.stride, patch.word[i]);
   const float4 gain = load_four_gains(x, col);
   const float4 bias = load_vector_four(x.bias, col, kNoBias);
+  wait_for_kernel_before();
   ColumnAmax columns(amax_col);
   RowStats mine = peek_stats<kBlock>(x, row, true);
   await_stats<kBlock>(x, row, true, mine);
@@ -67,11 +68,14 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
 }  // namespace
 
 void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
-  if (x.order.ordered) launch_mark_pending(x.mean, x.rstd, x.rows, noop, lane);
-  launch_amax_reset(amax_row, amax_col, noop, lane);
+  if (x.order.ordered) {
+    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, amax_row, amax_col}, noop, lane);
+  } else {
+    launch_amax_reset(amax_row, amax_col, noop, lane);
+  }
   const auto kernel = is_shifted(x) ? nvfp4_amax_norm_kernel<true> : nvfp4_amax_norm_kernel<false>;
-  launch("nvfp4_amax_norm_kernel", kernel, static_cast<int>(x.pieces), NvNormAmax::kThreads, lane, x,
-         AmaxOut{amax_row, nullptr}, amax_col, noop);
+  launch_close("nvfp4_amax_norm_kernel", kernel, static_cast<int>(x.pieces), NvNormAmax::kThreads, 0, lane, x,
+               AmaxOut{amax_row, nullptr}, amax_col, noop);
 }
 
 }  // namespace cuda

@@ -1,5 +1,4 @@
-// The codes of four rows of bf16 values at a time, where their blocks' amaxes tell how: pairs of neighbouring lanes have
-// a block of 16.
+// The codes of four rows of bf16 values at a time. Two neighbouring lanes have a block of 16 each row.
 #pragma once
 
 #include "nvfp4_halves.cuh"

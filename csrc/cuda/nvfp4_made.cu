@@ -126,7 +126,8 @@ void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float*
   if (!is_summed(x)) check::required("the made matrix", x.written, 16);
   launch_amax_reset(amax_row, amax_col, noop, lane);
   const Made made = made_of(x, true);
-  const NvMadeOut out{is_summed(x) ? nullptr : static_cast<bf16_t*>(x.written), AmaxOut{amax_row, nullptr}, AmaxOut{amax_col, nullptr},
+  bf16_t* const written = is_summed(x) ? nullptr : static_cast<bf16_t*>(x.written);
+  const NvMadeOut out{written, AmaxOut{amax_row, nullptr}, AmaxOut{amax_col, nullptr},
                       options.hadamard && amax_col != nullptr, options.signs, noop};
   const auto start = [&](auto way, auto) {
     constexpr Way kWay = decltype(way)::value;

@@ -312,16 +312,13 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   const TileOrder order = TileOrder::of(x.rows, x.cols);
   const NvBoxes boxes = boxes_of(x, out);
   const auto kernel = options.hadamard ? nvfp4_whole_kernel<true, From> : nvfp4_whole_kernel<false, From>;
-  const auto start = [&](const auto& launcher) {
-    launcher("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts,
-             order, noop);
-  };
   // Where the kernel before has found amaxes, but has not written x.
-  if ((parts.count != 0 || From::kMade) && !is_captured(lane)) {
-    start([](const auto&... arguments) { launch_close(arguments...); });
-  } else {
-    start([](const auto&... arguments) { launch(arguments...); });
+  if (parts.count != 0 || From::kMade) {
+    return launch_close("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, 0, lane, boxes, from, row,
+                        col, parts, order, noop);
   }
+  launch("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts, order,
+         noop);
 }
 
 }  // namespace

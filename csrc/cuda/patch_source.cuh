@@ -71,8 +71,8 @@ inline Way way_of(const Made& x, bool whole) {
 }
 
 // stage_bytes: what the consumer of tiles uses of the work area behind the table. noop: the kernel's.
-template <Way kWay, typename Kernel, typename... Arguments>
-void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x, const float* noop,
+template <Way kWay, typename... Parameters, typename... Arguments>
+void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes, const Made& x, const float* noop,
                 Lane lane, const Arguments&... arguments) {
   using Config = WayConfig<kWay>;
   const int least = Config::kSlots * PatchConfig::kSlotBytes;
@@ -83,8 +83,12 @@ void launch_way(const char* name, Kernel kernel, int stage_bytes, const Made& x,
                "shared memory for a table");
   }
   const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
-  if (x.order.ordered) launch_mark_pending(x.mean, x.rstd, x.rows, noop, lane);
-  kernel<<<grid_size(smaller(x.pieces, most)), PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
+  const int blocks = grid_size(smaller(x.pieces, most));
+  if (x.order.ordered) {
+    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, nullptr, nullptr}, noop, lane);
+    return launch_close(name, kernel, blocks, PatchConfig::kThreads, bytes, lane, x, arguments...);
+  }
+  kernel<<<blocks, PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
   check_launch(name);
 }
 
@@ -169,13 +173,16 @@ struct NormVectors {
   uint4 gain;
   uint4 bias;
 
-  __device__ __forceinline__ NormVectors(const Made& x, int64_t col)
-      : gain(load_first(x.weight, col)), bias(load_first(x.bias, col)) {}
+  template <bool kWhole>
+  static __device__ __forceinline__ NormVectors load(const Made& x, int64_t col) {
+    return NormVectors{load_first<kWhole>(x.weight, col, 0u), load_first<kWhole>(x.bias, col, kNoBiases)};
+  }
 };
 
-// What a norm makes of a patch of its operand, kColumns columns at a time: four where there are not registers enough for
-// eight gains and eight biases, but then every lane is asked for its statistics twice. mine: of peek_stats.
-template <int kColumns>
+// What a norm makes of a patch of its operand, kColumns columns at a time: four where there are not registers for eight
+// gains and eight biases, but then every lane is asked for its statistics twice. mine: of peek_stats. kWhole: all is
+// inside.
+template <bool kWhole, int kColumns>
 __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, bool inside, const RowStats& mine,
                                           const NormVectors& vectors, Patch<bf16_t>& patch) {
   const bool shifted = x.centered || x.bias.data != nullptr;
@@ -183,7 +190,7 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
 #pragma unroll
   for (int first = 0; first < 8; first += kColumns) {
     float gain[kColumns];
-    values_of_some(x.weight, col, vectors.gain, first, 1.0f, gain);
+    values_of_some<kWhole>(x.weight, col, vectors.gain, first, gain);
     if (x.zero_centered) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) gain[j] += 1.0f;
@@ -201,7 +208,7 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
       continue;
     }
     float bias[kColumns];
-    values_of_some(x.bias, col, vectors.bias, first, kNoBias, bias);
+    values_of_some<kWhole>(x.bias, col, vectors.bias, first, bias);
 #pragma unroll
     for (int i = 0; i < TileConfig::kPatch; ++i) {
       const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
@@ -214,7 +221,7 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
       }
     }
   }
-  if (inside) return;
+  if (kWhole || inside) return;
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {  // a row outside of the matrix is zero, whatever gains and biases
 #pragma unroll
@@ -310,6 +317,7 @@ __device__ __forceinline__ void make_stats_of_row(const Made& x, int64_t row, fl
   held.load<true>(from, 0, vectors);
   const RowStats stats = stats_of_row<kCentered, kFull>(team, held, from, vectors, x.eps);
   if (RowTeam::rank() != 0) return;
+  wait_for_kernel_before();  // which marks statistics as not there
   if (kCentered) publish(x.mean + row, stats.mean);
   publish(x.rstd + row, stats.rstd);
 }
@@ -330,6 +338,7 @@ __device__ __forceinline__ void make_stats_of_rows(const Made& x, int64_t row, f
   RowStats stats[kHeld];
   stats_of_held<kCentered>(team, held, vectors, x.eps, stats);
   if (RowTeam::rank() != 0) return;
+  wait_for_kernel_before();
 #pragma unroll
   for (int r = 0; r < kHeld; ++r) {
     if (r >= rows) break;
@@ -398,10 +407,13 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     Patch<bf16_t> patch;
     load_operand(x, x.data, x.stride, row, col, inside, x.order.ordered, patch);
     if (x.kind == Produce::kNorm) {
-      const NormVectors vectors(x, col);
+      // Fewer instructions, but with four columns at a time there are not registers enough for what they become.
+      constexpr bool kUnchecked = kWhole && kNormColumns == 8;
+      const auto vectors = NormVectors::load<kUnchecked>(x, col);
+      wait_for_kernel_before();
       RowStats stats = peek_stats(x, row, inside);
       await_stats(x, row, inside, stats);
-      make_norm<kNormColumns>(x, row, col, inside, stats, vectors, patch);
+      make_norm<kUnchecked, kNormColumns>(x, row, col, inside, stats, vectors, patch);
     }
     finish(patch, tile, inside);
   } else {

@@ -67,6 +67,11 @@ inline RowView row_view(const void* data, Float dtype, int64_t cols) {
   return RowView{data, dtype, cols, aligned(data, 16)};
 }
 
+// A vector that may not be there, and counts as bf16 then.
+inline RowView row_or_none(const void* data, Float dtype, int64_t cols) {
+  return row_view(data, data != nullptr ? dtype : Float::kBF16, cols);
+}
+
 // The rows of a matrix: all of them start where vectors may be loaded, or none does.
 inline RowView row_view(const void* data, Float dtype, int64_t rows, int64_t cols, int64_t stride) {
   return RowView{data, dtype, cols, aligned(data, 16) && (rows <= 1 || stride * size_of(dtype) % 16 == 0)};
@@ -168,6 +173,7 @@ __device__ __forceinline__ void load_vector(const RowView& from, int64_t col, fl
 }
 
 constexpr float kNoBias = -0.0f;  // x + -0 is x, for x = -0 too
+constexpr uint32_t kNoBiases = 0x80008000u;  // two of them as bf16
 
 template <bool kWhole = false>
 __device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
@@ -177,21 +183,20 @@ __device__ __forceinline__ void load_gain(const RowView& weight, bool zero_cente
   for (int j = 0; j < 8; ++j) v[j] += 1.0f;
 }
 
-// The first 16 bytes of eight of a vector of aligned eights: all of them, or four of fp32.
-__device__ __forceinline__ uint4 load_first(const RowView& from, int64_t col) {
-  if (from.data == nullptr || col >= from.cols) return make_uint4(0u, 0u, 0u, 0u);
+// The first 16 bytes of eight of a vector of aligned eights: all of them, or four of fp32. Two of `none` in each word
+// where there is no vector: see row_or_none. kWhole: col is inside.
+template <bool kWhole>
+__device__ __forceinline__ uint4 load_first(const RowView& from, int64_t col, uint32_t none) {
+  if (from.data == nullptr || (!kWhole && col >= from.cols)) return make_uint4(none, none, none, none);
   return __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(from.data) + col * size_of(from.dtype)));
 }
 
-// Some of their values, from `first` on, a multiple of four; `none` where there is no vector. loaded: of load_first.
-template <int kCount>
+// Some of their values, from `first` on, a multiple of four. loaded: of load_first.
+template <bool kWhole, int kCount>
 __device__ __forceinline__ void values_of_some(const RowView& from, int64_t col, const uint4& loaded, int first,
-                                               float none, float (&v)[kCount]) {
+                                               float (&v)[kCount]) {
   const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-  if (from.data == nullptr) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) v[j] = none;
-  } else if (from.dtype == Float::kBF16) {
+  if (from.dtype == Float::kBF16) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) v[j] = Words<bf16_t>::element(words[(first + j) / 2], j % 2);
   } else if (from.dtype == Float::kF16) {
@@ -201,7 +206,7 @@ __device__ __forceinline__ void values_of_some(const RowView& from, int64_t col,
 #pragma unroll
     for (int four = first; four < first + kCount; four += 4) {
       uint4 bits = loaded;
-      if (four != 0 && col < from.cols) {
+      if (four != 0 && (kWhole || col < from.cols)) {
         bits = __ldg(reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + col) + 1);
       }
       float* to = v + four - first;

@@ -8,18 +8,22 @@ namespace {
 
 constexpr int kMarkThreads = 256;
 
-__global__ void mark_pending_kernel(float* mean, float* rstd, int64_t rows, const float* noop) {
+__global__ void mark_pending_kernel(Unmade what, const float* noop) {
+  let_next_kernel_start();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kMarkThreads + threadIdx.x;
-  if (row >= rows || is_noop(noop)) return;
-  rstd[row] = float_of(kPendingBits);
-  if (mean != nullptr) mean[row] = float_of(kPendingBits);
+  if (row >= what.rows || is_noop(noop)) return;
+  what.rstd[row] = float_of(kPendingBits);
+  if (what.mean != nullptr) what.mean[row] = float_of(kPendingBits);
+  if (row != 0) return;
+  if (what.first_amax != nullptr) *what.first_amax = 0.0f;
+  if (what.second_amax != nullptr) *what.second_amax = 0.0f;
 }
 
 }  // namespace
 
-void launch_mark_pending(float* mean, float* rstd, int64_t rows, const float* noop, Lane lane) {
-  launch("mark_pending_kernel", mark_pending_kernel, grid_size(ceil_div(rows, kMarkThreads)), kMarkThreads, lane, mean,
-         rstd, rows, noop);
+void launch_mark_pending(const Unmade& what, const float* noop, Lane lane) {
+  launch("mark_pending_kernel", mark_pending_kernel, grid_size(ceil_div(what.rows, kMarkThreads)), kMarkThreads, lane,
+         what, noop);
 }
 
 Made made_of(const Source& x, bool with_stats) {
@@ -40,7 +44,7 @@ Made made_of(const Source& x, bool with_stats) {
   made.grad = static_cast<const bf16_t*>(x.grad);
   made.grad_stride = x.grad_stride;
   made.weight = row_view(x.weight.data, x.weight.dtype, made.cols);
-  made.bias = row_view(x.bias.data, x.bias.dtype, made.cols);
+  made.bias = row_or_none(x.bias.data, x.bias.dtype, made.cols);
   if (x.gated && x.bias.data != nullptr) {
     const auto* second = static_cast<const char*>(x.bias.data) + made.cols * size_of(x.bias.dtype);
     made.second_bias = row_view(second, x.bias.dtype, made.cols);
