@@ -496,8 +496,13 @@ def test_blocks_are_made_on_the_fly_on_a_gpu(monkeypatch: pytest.MonkeyPatch, fp
             kernels.quantize_mxfp8(producer, *[None] * 4, fp8=fp8, two_d=two_d)
         rules = {"two_d": False, "with_rht": True, "random_signs": True, "rng_state": None}
         kernels.quantize_nvfp4_current(producer, *[None] * 6, **rules)
+    summed = Plain(torch.ones(256, 256, dtype=torch.bfloat16))
+    summed.want_column_sums()
+    summed.x = summed.x.as_subclass(SeenOnGpu)
+    kernels.quantize_nvfp4_current(summed, *[None] * 6, **rules)
     on_the_fly = [isinstance(source, tuple) for _, _, source, *_ in calls]
-    assert on_the_fly == [True] * 15
+    assert on_the_fly == [True] * 16
+    assert summed.partials is not None and calls[-1][2][-1] == summed.partials.data_ptr()
 
 
 @pytest.mark.skipif(not getattr(kernels.extension, "has_cuda", False), reason="built without CUDA")

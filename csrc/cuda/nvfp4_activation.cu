@@ -2,7 +2,7 @@
 // the price of reading the operand (amax_activation.cu), so that it is made once, here, and never written.
 #include "amax.cuh"
 #include "nvfp4_four_rows.cuh"
-#include "nvfp4_twice.cuh"
+#include "nvfp4_unwritten.cuh"
 #include "patch_source.cuh"
 
 namespace te_dist {

@@ -1,7 +1,7 @@
 // NVFP4's two global amaxes of what a norm makes, in whole tiles: 2 bytes an element. The norm's statistics are made in
 // the same launch (bands.cuh).
 #include "nvfp4_amax.cuh"
-#include "nvfp4_twice.cuh"
+#include "nvfp4_unwritten.cuh"
 #include "patch_source.cuh"
 
 namespace te_dist {

@@ -1,6 +1,6 @@
 // NVFP4 rounded to nearest, and the entry point for both kinds of rounding.
 #include "amax.cuh"
-#include "nvfp4_twice.cuh"
+#include "nvfp4_unwritten.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -29,9 +29,9 @@ bool check_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax
   return check_planes(x, options, amax_row, amax_col, out);
 }
 
-// What is made twice, and never written. False: nothing was done.
-bool quantize_nvfp4_twice(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,
-                          const Planes& out, const float* noop, Lane lane) {
+// What is made and never written. False: nothing was done.
+bool quantize_nvfp4_unwritten(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
+                              float* room, const Planes& out, const float* noop, Lane lane) {
   const Made made = made_of(x, true);
   if (!check_planes(x, options, amax_row, amax_col, out) || options.rng != nullptr) return false;
   const bool norm = is_nvfp4_whole_norm(x, options, out);
@@ -83,7 +83,7 @@ bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float*
     if (any) quantize_nvfp4(read, options, amax_row, amax_col, out, noop, lane);
     return true;
   }
-  if (is_made(x)) return quantize_nvfp4_twice(x, options, amax_row, amax_col, room, out, noop, lane);
+  if (is_made(x)) return quantize_nvfp4_unwritten(x, options, amax_row, amax_col, room, out, noop, lane);
   const bool any = check_nvfp4(x, options, amax_row, amax_col, out);
   if (!any || options.rng != nullptr || !is_nvfp4_whole(x, options, out)) {
     amax_nvfp4(x, options, amax_row, amax_col, noop, lane);

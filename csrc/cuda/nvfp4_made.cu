@@ -1,7 +1,7 @@
 // NVFP4's two global amaxes of a bf16 matrix that is made on the fly, and written on the way, for the cast. That has
 // few instructions to spare for making it once more, and two operands are as much to read as the result to write and
-// read. What is made twice: norms of whole tiles (nvfp4_whole_norm.cu), and some activations whose rows alone are
-// quantized (nvfp4_activation.cu). Or the amaxes of a matrix in memory, whose columns are added up on the way.
+// read. What is not written: see nvfp4_unwritten.cuh. Or the amaxes of a matrix in memory, whose columns are added up
+// on the way.
 #include "made_store.cuh"
 #include "nvfp4_amax.cuh"
 #include "patch_source.cuh"

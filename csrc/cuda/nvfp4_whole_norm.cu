@@ -1,6 +1,6 @@
 // NVFP4 of what a norm makes of whole tiles. A thread makes its 16 rows, four at a time, where boxes have put their
 // operand, writes the codes of rows on the way, and finds what columns need in that place.
-#include "nvfp4_twice.cuh"
+#include "nvfp4_unwritten.cuh"
 #include "nvfp4_whole.cuh"
 
 namespace te_dist {

@@ -132,7 +132,7 @@ def quantize_nvfp4_current(
         two_d, with_rht, _signs(random_signs), pointer(rng_state), pointer(amax_row), pointer(amax_col), pointer(room),
         pointer(row), pointer(row_scale), pointer(col), pointer(col_scale), pointer(noop),
     )  # fmt: skip
-    # What many norms make is made twice, and never written. Others are made once, for the amax.
+    # Many norms are made twice, some activations once, and neither is written. Others are, on the way to the amax.
     if not run(kernel, x.device, *source, *rest):
         run(kernel, x.device, written(x, *source), *rest)
 

@@ -1,4 +1,5 @@
-// NVFP4 of what is made in whole tiles for the amaxes, and once more for the codes, and never written.
+// NVFP4 of what is made in whole tiles and never written: norms, which are made for the amaxes and once more for the
+// codes, and activations whose amax follows from their operand.
 #pragma once
 
 #include "norm_rows.cuh"
