@@ -13,6 +13,21 @@ import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+
+# ------------------------------------------------------------------------------------------------- CPUs
+def _slow_cpu_dtypes() -> frozenset[torch.dtype]:
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    slow = set()
+    for dtype, name in asked.items():
+        with contextlib.suppress(AttributeError, RuntimeError):  # a torch without oneDNN: nobody knows
+            if not getattr(torch.ops.mkldnn, name)():
+                slow.add(dtype)
+    return frozenset(slow)
+
+
+# Whose matrices torch multiplies on this CPU element by element: a hundred times slower than float32's.
+SLOW_CPU_DTYPES = _slow_cpu_dtypes()
+
 # ------------------------------------------------------------------------------------------------- opaque values
 # torch 2.11 - 2.14: OpaqueBase + register_opaque_type(typ="value");
 # torch 2.15:        CustomClassBase + register_custom_class(typ="constant").

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import te_dist
+from te_dist.modules import attention
 
 HIDDEN, FFN, HEADS, GROUPS, SEQUENCE, BATCH = 64, 96, 4, 2, 24, 2
 HEAD = HIDDEN // HEADS
@@ -267,6 +268,29 @@ def test_residual_variants() -> None:
     last = layer(output_layernorm=True, zero_centered_gamma=True)
     between = x + last.self_attention(x)
     assert torch.equal(last(x), last.layernorm(between + last.layernorm_mlp(between)))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_attention_where_the_cpu_multiplies_no_bf16(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    """There it is made in float32: torch would take a hundred times as long, and all else of a model is quick."""
+    monkeypatch.setattr(attention, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
+    seen: list[torch.dtype] = []
+    plain = functional.scaled_dot_product_attention
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen.extend(t.dtype for t in (q, k, v))
+        return plain(q, k, v, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    module = layer()
+    x, dy = data()
+    actual = run(module, x, dy=dy)
+    assert seen == [torch.float32 if slow else torch.bfloat16] * 3
+    expected = reference(module, x, dy, CAUSAL, None)
+    expected.pop("self_attention.layernorm_qkv.key_bias")  # close to nothing, see above
+    low = {n: round(s, 1) for n, v in expected.items() if (s := sqnr(actual[n], v)) < LAYER_FLOORS["none"]}
+    assert not low, low
+    assert all(t.dtype == torch.bfloat16 for t in actual.values())
 
 
 def test_attention_returns() -> None:

@@ -13,6 +13,7 @@ from te_dist.modules.linear import InitMethod, Linear
 from te_dist.modules.rotary import apply_rotary_pos_emb
 from te_dist.modules.te_options import ANYTHING, EITHER, refuse_unbuilt
 from te_dist.recipe import Recipe
+from te_dist.torch_compat import SLOW_CPU_DTYPES
 
 FORMATS = ("sbhd", "bshd")
 # Whether a mask is causal, and whether it comes with an attention_mask.
@@ -256,6 +257,8 @@ class MultiheadAttention(torch.nn.Module):
             allowed = ~mask
             if causal:
                 allowed = allowed & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=mask.device).tril()
+        if q.device.type == "cpu" and q.dtype in SLOW_CPU_DTYPES:
+            q, k, v = q.float(), k.float(), v.float()
         with self._random_stream():
             context = torch.nn.functional.scaled_dot_product_attention(
                 q,
@@ -266,7 +269,7 @@ class MultiheadAttention(torch.nn.Module):
                 is_causal=causal and allowed is None,
                 enable_gqa=self.num_gqa_groups != self.num_attention_heads,
             )
-        context = context.permute((2, 0, 1, 3) if sequence_first else (0, 2, 1, 3))
+        context = context.to(query.dtype).permute((2, 0, 1, 3) if sequence_first else (0, 2, 1, 3))
         return context.flatten(-2)
 
     def extra_repr(self) -> str:
