@@ -24,7 +24,10 @@ QUANTIZE_KERNEL = {
 
 def devices() -> list[tuple[str, str]]:
     """(torch device, what it is) for every device te_dist can use here."""
-    found = [("cpu", f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")]
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    if torch.bfloat16 in torch_compat.SLOW_CPU_DTYPES:
+        cpu += ", slow in bfloat16: torch multiplies it without instructions for it"
+    found = [("cpu", cpu)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30

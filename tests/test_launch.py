@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from browser import CHROMIUM, look_at
 from patience import HUNG
 
@@ -53,6 +54,12 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
     if kernels.has_extension():
         assert "native (cpu kernel)" in text
     assert doctor.main(["--help"]) == 0 and doctor.main(["--fast"]) == 2
+
+
+def test_doctor_tells_of_a_cpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for slow in (frozenset[torch.dtype](), frozenset([torch.bfloat16])):
+        monkeypatch.setattr(doctor.torch_compat, "SLOW_CPU_DTYPES", slow)
+        assert ("slow in bfloat16" in doctor.report()) == bool(slow)
 
 
 def test_doctor_as_a_module() -> None:
