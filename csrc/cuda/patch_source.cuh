@@ -221,11 +221,12 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
       }
     }
   }
-  if (kWhole || inside) return;
+  if (!kWhole && !inside) {
 #pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {  // a row outside of the matrix is zero, whatever gains and biases
+    for (int i = 0; i < TileConfig::kPatch; ++i) {  // a row outside of the matrix is zero, whatever gains and biases
 #pragma unroll
-    for (int w = 0; w < 4; ++w) patch.word[i][w] = row + i < x.rows && col < x.cols ? patch.word[i][w] : 0u;
+      for (int w = 0; w < 4; ++w) patch.word[i][w] = row + i < x.rows && col < x.cols ? patch.word[i][w] : 0u;
+    }
   }
 }
 
