@@ -3,7 +3,9 @@ be the reference's for matrices that leave those little room."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,35 @@ def summed(x: Tensor) -> Producer:
     made = Plain(x)
     made.want_column_sums()
     return made
+
+
+def is_left_out(column: Tensor, known: Tensor) -> Tensor:
+    """The arithmetic of csrc/cuda/nvfp4_amax.cuh's ColumnAmax, of columns [16, n]: whether they are not transformed."""
+    source = (Path(__file__).parent.parent / "csrc/cuda/nvfp4_amax.cuh").read_text()
+    four = torch.tensor(float(re.search(r"kFour = ([0-9.]+)f;", source)[1]))  # type: ignore[index]
+    sums = column.bfloat16().abs()
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    most = (known.float() * four).view(torch.int32) >> 16
+    return sums[0].view(torch.int16).int() <= most.clamp(max=0x7F7F)
+
+
+def test_no_column_is_left_out_that_would_raise_the_amax() -> None:
+    """With the next smaller amax known already, which is the closest case."""
+    generator = torch.Generator().manual_seed(0)
+    rounded_down = torch.full((16, 1), 1.0078125)
+    rounded_down[0] = 1.0
+    for spread in (0.0, 0.01, 1.0, 20.0):
+        exponents = torch.randn(16, 200_000, generator=generator) * spread
+        magnitudes = torch.cat(
+            [(1 + torch.rand(exponents.shape, generator=generator)) * exponents.exp2(), rounded_down], 1
+        )
+        x = aligned_columns(magnitudes.clamp(2.0**-120, 2.0**120), True)
+        signed = x.float() * signs_of_rows(True)[:, None]
+        amax = (signed.sum(0) * 0.25).bfloat16()  # of the first result, the largest
+        below = (amax.view(torch.int16) - 1).view(torch.bfloat16)
+        assert not is_left_out(x, below).any(), spread
+        assert is_left_out(x, amax * 1.0625).all(), spread  # and those that are far below need no transform
 
 
 MAKERS: dict[str, Callable[[Tensor], Producer]] = {"norm": norm_of_ones, "sums": summed}

@@ -257,7 +257,8 @@ class MultiheadAttention(torch.nn.Module):
             allowed = ~mask
             if causal:
                 allowed = allowed & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=mask.device).tril()
-        if q.device.type == "cpu" and q.dtype in SLOW_CPU_DTYPES:
+        widened = q.device.type == "cpu" and q.dtype in SLOW_CPU_DTYPES
+        if widened:
             q, k, v = q.float(), k.float(), v.float()
         with self._random_stream():
             context = torch.nn.functional.scaled_dot_product_attention(
@@ -269,7 +270,9 @@ class MultiheadAttention(torch.nn.Module):
                 is_causal=causal and allowed is None,
                 enable_gqa=self.num_gqa_groups != self.num_attention_heads,
             )
-        context = context.to(query.dtype).permute((2, 0, 1, 3) if sequence_first else (0, 2, 1, 3))
+        if widened:
+            context = context.to(query.dtype)
+        context = context.permute((2, 0, 1, 3) if sequence_first else (0, 2, 1, 3))
         return context.flatten(-2)
 
     def extra_repr(self) -> str:
