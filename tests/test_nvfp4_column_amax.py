@@ -3,16 +3,18 @@ be the reference's for matrices that leave those little room."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from cases import QUANTIZERS, assert_same_bytes, on
+from cases import QUANTIZERS, assert_same_bytes, assert_same_storage, on
 from test_producers import activation, gradient
 from torch import Tensor
 
+import te_dist
 from te_dist import kernels, reference
 from te_dist.formats import HADAMARD_SIGN_MASK
 from te_dist.producers import NormOutput, Plain, Producer
@@ -151,3 +153,88 @@ def test_many_normal_values(scale: float) -> None:
         expected = [torch.empty(1, device="cuda") for _ in range(2)]
         kernels.amax_nvfp4(kernels.materialize(producer), *expected, with_rht=True, random_signs=True)
         assert_same_bytes(storage._amax_columnwise, expected[1], type(producer).__name__)
+
+
+# ---------------------------------------------------------------------------------------------- activations
+SMOOTH = ("silu", "gelu", "qgelu")
+
+
+def all_values() -> Tensor:
+    """Every finite bf16 value."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.bfloat16)
+    return values[values.isfinite()]
+
+
+def made(x: Tensor, name: str) -> Tensor:
+    with te_dist.use_backend("reference"):
+        return kernels.materialize(activation(x.reshape(1, -1), name, False))[0]
+
+
+def bound_of(x: Tensor, name: str) -> Tensor:
+    """The arithmetic of csrc/cuda/nvfp4_amax_activation.cu's ActivationBound. Products and sums are exact in fp64."""
+    source = (Path(__file__).parent.parent / "csrc/cuda/nvfp4_amax_activation.cu").read_text()
+
+    def constant(symbol: str) -> Tensor:
+        numbers = re.findall("0x[0-9A-F]{4}", re.search(rf"uint32_t {symbol} = (.*);", source)[1])  # type: ignore[index]
+        bits = int(numbers[0 if name == "silu" else -1], 16)
+        return torch.tensor(bits - (bits >> 15 << 16), dtype=torch.int16).view(torch.bfloat16).double()
+
+    def rounded(value: Tensor) -> Tensor:
+        return value.bfloat16().double()
+
+    wide = x.double()
+    parabola = rounded(wide * rounded(wide * constant("kQ") + constant("kP")))
+    bound = torch.maximum(torch.minimum(wide, parabola), constant("kTrough")).abs()
+    return torch.where(wide > constant("kLowest"), bound, torch.inf)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_no_activation_is_larger_than_its_bound(name: str) -> None:
+    x = all_values()
+    largest = made(x, name).double().abs()
+    bound = bound_of(x, name)
+    assert (largest <= bound).all(), x[largest > bound]
+    usual = (x.abs() > 0.25) & (x.abs() < 8)
+    assert (bound[usual & (x > 0)] < 1.2 * largest[usual & (x > 0)]).all()  # or columns would not be left out
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+@pytest.mark.skipif("TE_DIST_TEST_SHARE" in os.environ, reason="thousands of small launches, under a tool")
+@pytest.mark.parametrize("name", SMOOTH)
+def test_activations_of_all_values(name: str) -> None:
+    """An activation that is made for NVFP4's columns, value by value: alone in its matrix, a quarter of it is the amax
+    of the transformed columns."""
+    x = all_values()
+    x = x[(x.abs() >= 2.0**-12) & (x.abs() < 2.0**7)]
+    expected = (made(x, name).float().abs() * 0.25).bfloat16().float()
+    quantizer = on("cuda", QUANTIZERS["nvfp4_rht"](rowwise=False))
+    matrix = torch.zeros(128, 128, dtype=torch.bfloat16, device="cuda")
+    found = []
+    for i, value in enumerate(x.cuda()):
+        matrix[5, i % 128] = value
+        found.append(quantizer.quantize_produced(activation(matrix, name, False), (128, 128))._amax_columnwise)
+        matrix[5, i % 128] = 0.0
+    assert_same_bytes(torch.cat(found), expected.cuda(), name)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), -(2.0**127), -(2.0**110), -100.0, 2.0**-133]
+)
+@pytest.mark.parametrize("name", SMOOTH)
+def test_special_operands_of_activations(name: str, value: float, device: str) -> None:
+    """-2^110 and below are so large that the smallest sigmoid makes something of them."""
+    quantizer = on(device, QUANTIZERS["nvfp4_rht"]())
+    generator = torch.Generator().manual_seed(7)
+    for others in (0.0, -1.0, 1.0):
+        x = (torch.randn(256, 384, generator=generator) * abs(others) + others).bfloat16()
+        for where in (slice(200, 201), slice(32, 48)):
+            special = x.clone()
+            special[where, 100] = value
+            producer = activation(special.to(device), name, False)
+            with te_dist.use_backend("reference"):
+                expected = on(device, QUANTIZERS["nvfp4_rht"]()).quantize(
+                    kernels.materialize(activation(special.to(device), name, False))
+                )
+            assert_same_storage(quantizer.quantize_produced(producer, producer.shape), expected, f"{others} {where}")

@@ -363,11 +363,12 @@ def test_nvfp4_of_a_norm_in_a_graph(planes: str, layer_norm: bool) -> None:
 
 @pytest.mark.cuda
 def test_nvfp4_of_what_is_made_once() -> None:
-    """What is not a norm of whole tiles is written by the kernel that takes its amax."""
+    """What has no whole tiles, or two operands, is written by the kernel that takes its amax."""
     quantizer = on("cuda", QUANTIZERS["nvfp4_rht"]())
     x = matrix(384, 1280, torch.bfloat16).cuda()
     norms = norm(x[:272], True, torch.float32), norm(x[:, :1264], False, torch.float32)
-    for mine in (activation(x, "silu", False), *norms):
+    activations = activation(x[:272], "silu", False), activation(x, "swiglu", False), activation(x, "gelu", True)
+    for mine in (*activations, *norms):
         theirs = kernels.materialize(copy.copy(mine))
         assert_same_storage(quantizer.quantize_produced(mine, mine.shape), quantizer.quantize(theirs), repr(mine.shape))
         assert_same_bytes(mine.materialized, theirs, "made")

@@ -68,10 +68,15 @@ class ColumnAmax {
   __device__ __forceinline__ explicit ColumnAmax(float* amax)
       : amax_(amax), heard_(amax != nullptr ? peek(amax) : 0.0f) {}
 
-  // What was on its way becomes known, and the next one is asked for: whoever waits for an answer waits long.
+  // What was on its way becomes known: whoever waits for an answer waits long.
+  __device__ __forceinline__ void hear() { known_ = max(known_, bits_of(heard_)); }
+
+  // The same, and the next one is asked for, ever more rarely: all warps ask at one place of L2, and what they all know
+  // changes less and less.
   __device__ __forceinline__ void ask() {
-    known_ = max(known_, bits_of(heard_));
-    heard_ = peek(amax_);
+    hear();
+    ++rounds_;
+    if ((rounds_ & (rounds_ - 1u)) == 0u) heard_ = peek(amax_);
   }
 
   // Whether any lane's columns may be larger than what is known. sums: of 16 magnitudes, in each half.
@@ -96,6 +101,7 @@ class ColumnAmax {
   float* amax_;
   float heard_;
   uint32_t known_ = 0u;
+  uint32_t rounds_ = 0u;
 };
 
 // ---------------------------------------------------------------------------------------------- blocks

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
     word[1] = norm_of_word<kShifted>(word[1], rstd, shift, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));
     row_word = max_of_words<bf16_t>(word, row_word);
   }
-  columns.ask();
+  columns.hear();
   const auto sums = [&](int w) {
     return sum_of_magnitudes<kBlock>([&](int i) { return patch.word[i][w]; });
   };

@@ -29,16 +29,36 @@ bool check_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax
   return check_planes(x, options, amax_row, amax_col, out);
 }
 
+// Of what check_nvfp4 has seen. parts, before: of whole tiles alone.
+void cast_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                const NvParts& parts, Before before, const Planes& out, const float* noop, Lane lane) {
+  if (options.rng != nullptr) return launch_nvfp4_random(x, options, amax_row, amax_col, out, noop, lane);
+  if (is_nvfp4_whole(x, options, out)) {
+    return launch_nvfp4_whole(x, options, amax_row, amax_col, parts, before, out, noop, lane);
+  }
+  launch_nvfp4<false>(x, options, amax_row, amax_col, out, noop, lane);
+}
+
+// The matrix as it lies in memory, where the amax may have to write it.
+Source written_or_plain(const Source& x) {
+  Source read{};
+  static_cast<Input&>(read) = x;
+  if (x.written != nullptr) static_cast<Input&>(read) = Input{x.written, x.dtype, x.rows, x.cols, x.cols};
+  return read;
+}
+
 // What is made and never written. False: nothing was done.
 bool quantize_nvfp4_unwritten(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                               float* room, const Planes& out, const float* noop, Lane lane) {
   const Made made = made_of(x, true);
   if (!check_planes(x, options, amax_row, amax_col, out) || options.rng != nullptr) return false;
   const bool norm = is_nvfp4_whole_norm(x, options, out);
-  if (!norm && !is_nvfp4_activation(x, options, out)) return false;
+  const bool activation = is_nvfp4_whole_activation(x, options, out);
+  if (!norm && !activation && !is_nvfp4_activation(x, options, out)) return false;
   NvParts parts{};
-  if (norm && options.hadamard && amax_col != nullptr) {
-    launch_amax_nvfp4_norm(made, amax_row, amax_col, noop, lane);
+  if ((norm || activation) && options.hadamard && amax_col != nullptr) {
+    const auto find = norm ? launch_amax_nvfp4_norm : launch_amax_nvfp4_activation;
+    find(made, amax_row, amax_col, noop, lane);
   } else {
     if ((norm && takes_patches(made)) || multiprocessors() * kMostAmaxBlocksPerSm > kAmaxRoom) return false;
     check::required("room", room, 16);
@@ -47,6 +67,8 @@ bool quantize_nvfp4_unwritten(const Source& x, const Nvfp4Options& options, floa
   }
   if (norm) {
     launch_nvfp4_whole_norm(made, options, amax_row, amax_col, parts, out, noop, lane);
+  } else if (activation) {
+    launch_nvfp4_whole_activation(made, options, amax_row, amax_col, parts, out, noop, lane);
   } else {
     launch_nvfp4_activation(made, parts, out, noop, lane);
   }
@@ -58,41 +80,26 @@ bool quantize_nvfp4_unwritten(const Source& x, const Nvfp4Options& options, floa
 void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                     const Planes& out, const float* noop, Lane lane) {
   if (!check_nvfp4(x, options, amax_row, amax_col, out)) return;
-  if (options.rng != nullptr) return launch_nvfp4_random(x, options, amax_row, amax_col, out, noop, lane);
-  if (is_nvfp4_whole(x, options, out)) {
-    return launch_nvfp4_whole(x, options, amax_row, amax_col, NvParts{}, out, noop, lane);
-  }
-  launch_nvfp4<false>(x, options, amax_row, amax_col, out, noop, lane);
+  cast_nvfp4(x, options, amax_row, amax_col, NvParts{}, Before::kUnknown, out, noop, lane);
 }
 
 bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                             float* room, const Planes& out, const float* noop, Lane lane) {
-  if (x.written != nullptr) {
-    Source written{};
-    static_cast<Input&>(written) = Input{x.written, x.dtype, x.rows, x.cols, x.cols};
-    const bool any = check_nvfp4(written, options, amax_row, amax_col, out);
-    amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
-    if (any) quantize_nvfp4(written, options, amax_row, amax_col, out, noop, lane);
-    return true;
+  const bool writes = x.written != nullptr;
+  if (is_made(x) && !is_summed(x) && !writes) {
+    return quantize_nvfp4_unwritten(x, options, amax_row, amax_col, room, out, noop, lane);
   }
-  if (is_summed(x)) {
-    Source read = x;
-    read.partials = nullptr;
-    const bool any = check_nvfp4(read, options, amax_row, amax_col, out);
+  const Source read = written_or_plain(x);
+  const bool any = check_nvfp4(read, options, amax_row, amax_col, out);
+  NvParts parts{};
+  if (any && !is_made(x) && options.rng == nullptr && is_nvfp4_whole(x, options, out)) {
+    check::required("room", room, 16);
+    parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
+  } else {
     amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
-    if (any) quantize_nvfp4(read, options, amax_row, amax_col, out, noop, lane);
-    return true;
   }
-  if (is_made(x)) return quantize_nvfp4_unwritten(x, options, amax_row, amax_col, room, out, noop, lane);
-  const bool any = check_nvfp4(x, options, amax_row, amax_col, out);
-  if (!any || options.rng != nullptr || !is_nvfp4_whole(x, options, out)) {
-    amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
-    if (any) quantize_nvfp4(x, options, amax_row, amax_col, out, noop, lane);
-    return true;
-  }
-  check::required("room", room, 16);
-  const NvParts parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
-  launch_nvfp4_whole(x, options, amax_row, amax_col, parts, out, noop, lane);
+  const Before before = writes ? Before::kWritesToo : Before::kFindsAmaxes;
+  if (any) cast_nvfp4(read, options, amax_row, amax_col, parts, before, out, noop, lane);
   return true;
 }
 

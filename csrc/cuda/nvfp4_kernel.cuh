@@ -53,6 +53,14 @@ struct NvParts {
   float* col_amax;
 };
 
+// What is known of the kernel in front of a cast of whole tiles, which then starts close behind it. (The cast of any
+// tile is up to 4 us slower for it.)
+enum class Before {
+  kUnknown,
+  kFindsAmaxes,
+  kWritesToo,  // it finds the amaxes, and writes the matrix
+};
+
 struct NvRule {
   bool two_d;
   bool hadamard;
@@ -467,7 +475,7 @@ void launch_nvfp4_random(const Input& x, const Nvfp4Options& options, const floa
 // nvfp4_whole.cu's, and whether it is for that one.
 bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                        const NvParts& parts, const Planes& out, const float* noop, Lane lane);
+                        const NvParts& parts, Before before, const Planes& out, const float* noop, Lane lane);
 
 // nvfp4_amax.cu's, as amax_nvfp4. room: [2, kAmaxRoom]. Where parts.count is 0, the amaxes are in place.
 NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,

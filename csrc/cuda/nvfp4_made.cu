@@ -94,6 +94,7 @@ template <Way kWay>
 __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlocksPerSm)
     nvfp4_amax_patches_kernel(const __grid_constant__ Made x, const __grid_constant__ NvMadeOut out) {
   extern __shared__ __align__(16) float memory[];
+  let_next_kernel_start();
   if (is_noop(out.noop)) return;
   NvMaxima maxima(out);
   const auto take = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
@@ -108,6 +109,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm)
     nvfp4_amax_made_kernel(const __grid_constant__ Made x, const __grid_constant__ NvMadeOut out) {
   extern __shared__ uint4 rings[];
+  let_next_kernel_start();
   if (is_noop(out.noop)) return;
   NvMaxima maxima(out);
   for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, rings,

@@ -1,5 +1,5 @@
 // NVFP4 of what is made in whole tiles and never written: norms, which are made for the amaxes and once more for the
-// codes, and activations whose amax follows from their operand.
+// codes, and activations without a bias or a gate, whose amax follows from their operand.
 #pragma once
 
 #include "norm_rows.cuh"
@@ -13,6 +13,14 @@ namespace cuda {
 // outermost values (goes_up_and_down).
 bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane);
+
+// Both planes, or columns alone, of any of SiLU, GELU and quick-GELU: launch_amax_nvfp4_norm, is_nvfp4_whole and
+// launch_nvfp4_whole for these.
+void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
+void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, const float* amax_row,
+                                   const float* amax_col, const NvParts& parts, const Planes& out, const float* noop,
+                                   Lane lane);
 
 // ---------------------------------------------------------------------------------------------- norms
 // Both amaxes, in place; the column path's of what the transform makes, with the standard signs. The statistics where

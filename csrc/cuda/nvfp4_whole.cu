@@ -9,8 +9,8 @@ bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& o
 }
 
 void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                        const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
-  launch_whole(x, AsItIs{}, options, amax_row, amax_col, parts, out, noop, lane);
+                        const NvParts& parts, Before before, const Planes& out, const float* noop, Lane lane) {
+  launch_whole(x, AsItIs{}, options, amax_row, amax_col, parts, before, out, noop, lane);
 }
 
 }  // namespace cuda

@@ -154,13 +154,17 @@ struct AsItIs {
   struct Shared {};
 
   __device__ __forceinline__ void prepare(Shared&, int64_t) const {}
-  __device__ __forceinline__ void make(const Shared&, int64_t, int, FourRows&) const {}
+  // Four rows of the matrix, from `row` on, of which `mine` is the thread's part. What is made goes there if kept.
+  __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const uint4* mine, bool /*kept*/,
+                                       FourRows& rows) const {
+    rows.load(mine);
+  }
 };
 
 template <bool kHadamard, typename From>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
-                       NvPlane col, NvParts parts, TileOrder order, const float* noop) {
+                       NvPlane col, NvParts parts, TileOrder order, bool written, const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr int kTile = TileConfig::kTile;
   constexpr int kCols = NvPatch<bf16_t>::kCols;
@@ -181,6 +185,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   if (asks) {
 #pragma unroll
     for (Arrival& arrival : shared.rows) arrival.init();
+    if (written) wait_for_kernel_before();
     fetch_tile(shared, boxes, tile_row, tile_col);
   }
   const bool with_rows = row.data.data != nullptr;
@@ -214,9 +219,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       shared.rows[step].wait(count - left);
       if (!From::kMade && !with_rows) continue;
       FourRows rows;
-      rows.load(mine);
-      from.make(for_making, first + step * NvWhole::kRowsAtOnce, lane, rows);
-      if (From::kMade && with_columns) rows.store(mine);
+      from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
       if (with_rows) write_four_rows(rows, shared.row, to, row.data.cols, row_scales);
       mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
       to += NvWhole::kRowsAtOnce * row.data.cols;
@@ -306,19 +309,20 @@ bool is_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
 
 template <typename From>
 void launch_whole(const Input& x, const From& from, const Nvfp4Options& options, const float* amax_row,
-                  const float* amax_col, const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
+                  const float* amax_col, const NvParts& parts, Before before, const Planes& out, const float* noop,
+                  Lane lane) {
   const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
   const NvPlane col = nv_col_plane(x, out, amax_col);
   const TileOrder order = TileOrder::of(x.rows, x.cols);
   const NvBoxes boxes = boxes_of(x, out);
   const auto kernel = options.hadamard ? nvfp4_whole_kernel<true, From> : nvfp4_whole_kernel<false, From>;
-  // Where the kernel before has found amaxes, but has not written x.
-  if (parts.count != 0 || From::kMade) {
+  const bool written = before == Before::kWritesToo;
+  if (before != Before::kUnknown) {
     return launch_close("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, 0, lane, boxes, from, row,
-                        col, parts, order, noop);
+                        col, parts, order, written, noop);
   }
   launch("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts, order,
-         noop);
+         written, noop);
 }
 
 }  // namespace

@@ -27,7 +27,13 @@ struct FromNorm {
     if (kShifted) shared.bias[at % 2][at / 2] = load_vector_four(x.bias, col, kNoBias);
   }
 
-  // Rows from `row` on.
+  __device__ __forceinline__ void take(const Shared& shared, int64_t row, int lane, uint4* mine, bool kept,
+                                       FourRows& rows) const {
+    rows.load(mine);
+    make(shared, row, lane, rows);
+    if (kept) rows.store(mine);
+  }
+
   __device__ __forceinline__ void make(const Shared& shared, int64_t row, int lane, FourRows& rows) const {
     const float4 rstd = *reinterpret_cast<const float4*>(x.rstd + row);
     const float rstds[4] = {rstd.x, rstd.y, rstd.z, rstd.w};
@@ -66,7 +72,7 @@ void launch_nvfp4_whole_norm(const Made& x, const Nvfp4Options& options, const f
                              const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
   const Input operand{x.data, Float::kBF16, x.rows, x.cols, x.stride};
   const auto start = [&](const auto& from) {
-    launch_whole(operand, from, options, amax_row, amax_col, parts, out, noop, lane);
+    launch_whole(operand, from, options, amax_row, amax_col, parts, Before::kFindsAmaxes, out, noop, lane);
   };
   if (is_shifted(x)) return start(FromNorm<true>{x});
   start(FromNorm<false>{x});

@@ -1,0 +1,112 @@
+// NVFP4's two global amaxes of what an activation without a bias or a gate makes of whole tiles: 2 bytes an element.
+// The row path's follows from the operand's outermost values (stretches.cuh). For the column path's, columns are
+// bounded by their operand, in bf16, two values an instruction; few have to be made and transformed (ColumnAmax).
+#include "activation_fast.cuh"
+#include "nvfp4_amax.cuh"
+#include "nvfp4_unwritten.cuh"
+#include "powers.cuh"
+#include "stretches.cuh"
+
+namespace te_dist {
+namespace cuda {
+namespace {
+
+// No activation is larger in magnitude than what this makes of its operand: of x >= 0, x or x (p + q x), the smaller
+// one, which a sigmoid of at most 1 and of at most 1/2 + z/4 stay below. Of others x, but `trough` at most, until the
+// operand is so low that the sigmoid's smallest value counts (kLowest). All numbers are bf16, and p and q so much
+// larger than they have to be that roundings do no harm: tests/test_nvfp4_column_amax.py runs through all values.
+template <Activation kKind>
+struct ActivationBound {
+  static constexpr uint32_t kP = 0x3F02u;
+  static constexpr uint32_t kQ = kKind == Activation::kSilu ? 0x3E82u : 0x3EDCu;
+  static constexpr uint32_t kTrough = kKind == Activation::kSilu ? 0xBE90u : 0xBE30u;
+  static constexpr uint32_t kLowest = 0xF180u;  // -2^100
+
+  // Of the two values in a word, with some sign.
+  static __device__ __forceinline__ uint32_t of(uint32_t word) {
+    uint32_t bound;
+    asm("{\n\t.reg .b32 t;\n\t"
+        "fma.rn.bf16x2 t, %1, %2, %3;\n\t"
+        "fma.rn.bf16x2 t, %1, t, %4;\n\t"
+        "min.NaN.bf16x2 t, %1, t;\n\t"
+        "max.NaN.bf16x2 %0, t, %5;\n\t}"
+        : "=r"(bound)
+        : "r"(word), "r"(kQ * 0x10001u), "r"(kP * 0x10001u), "r"(0x80008000u), "r"(kTrough * 0x10001u));
+    return bound;
+  }
+};
+
+struct NvActivationAmax {
+  static constexpr int kThreads = 256;
+  static constexpr int kBlocksPerSm = 4;
+};
+
+// A warp takes 16 rows at a time, and a lane four columns of them.
+template <Activation kKind>
+__global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::kBlocksPerSm)
+    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, unsigned across, unsigned items, float* amax_row,
+                                 float* amax_col, const float* noop) {
+  constexpr int kWarps = NvActivationAmax::kThreads / 32;
+  using Bound = ActivationBound<kKind>;
+  using W = Words<bf16_t>;
+  __shared__ uint32_t scratch[kWarps];
+  let_next_kernel_start();
+  if (is_noop(noop)) return;
+  wait_for_kernel_before();  // which zeroes both
+  ColumnAmax columns(amax_col);
+  Stretches found(kKind);
+#pragma unroll 1
+  for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
+    const unsigned down = at / across;
+    const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
+    const bf16_t* from = data + static_cast<int64_t>(down) * kBlock * stride + col;
+    NvPatch<bf16_t, 2> patch;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) load_words(from + i * stride, patch.word[i]);
+    columns.ask();
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      found.take(patch.word[i][0]);
+      found.take(patch.word[i][1]);
+    }
+    const auto sums = [&](int w) {
+      return sum_of_magnitudes<kBlock>([&](int i) { return Bound::of(patch.word[i][w]); });
+    };
+    const bool low = __any_sync(kFullWarp, W::fold(found.lowest()) >= Bound::kLowest);
+    if (!low && !columns.may_rise(W::max(sums(0), sums(1)))) continue;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+#pragma unroll
+      for (int w = 0; w < 2; ++w) patch.word[i][w] = activation_of_word<kKind>(patch.word[i][w]);
+    }
+    uint32_t largest = 0u;
+#pragma unroll
+    for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
+      float v[kBlock];
+      column_values(patch, j, v);
+      flip_standard(v);
+      largest = transformed_amax(v, largest);
+    }
+    columns.raise(largest);
+  }
+  if (amax_row != nullptr) found.give<NvActivationAmax::kThreads>(kKind, AmaxOut{amax_row, nullptr}, scratch);
+}
+
+}  // namespace
+
+void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
+  launch_amax_reset(amax_row, amax_col, noop, lane);
+  using Config = NvActivationAmax;
+  const int64_t across = x.cols / TileConfig::kTile;
+  const int64_t items = grid_size(x.rows / kBlock * across);
+  const int64_t most = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm;
+  const int blocks = grid_size(smaller(ceil_div(items, Config::kThreads / 32), most));
+  with_fast_activation(x.activation, [&](auto tag) {
+    launch_close("nvfp4_amax_activation_kernel", nvfp4_amax_activation_kernel<decltype(tag)::kind>, blocks,
+                 Config::kThreads, 0, lane, x.data, x.stride, static_cast<unsigned>(across),
+                 static_cast<unsigned>(items), amax_row, amax_col, noop);
+  });
+}
+
+}  // namespace cuda
+}  // namespace te_dist

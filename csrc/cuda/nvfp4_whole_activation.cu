@@ -1,0 +1,46 @@
+// NVFP4 of what an activation without a bias or a gate makes of whole tiles, as nvfp4_whole_norm.cu does for norms.
+#include "activation_fast.cuh"
+#include "nvfp4_unwritten.cuh"
+#include "nvfp4_whole.cuh"
+
+namespace te_dist {
+namespace cuda {
+namespace {
+
+template <Activation kKind>
+struct FromActivation {
+  static constexpr bool kMade = true;
+  struct Shared {};
+
+  __device__ __forceinline__ void prepare(Shared&, int64_t) const {}
+  __device__ __forceinline__ void take(const Shared&, int64_t, int, uint4* mine, bool kept, FourRows& rows) const {
+    rows.load(mine);
+#pragma unroll
+    for (int i = 0; i < FourRows::kRows; ++i) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) rows.word[i][w] = activation_of_word<kKind>(rows.word[i][w]);
+    }
+    if (kept) rows.store(mine);
+  }
+};
+
+}  // namespace
+
+bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
+  return goes_up_and_down(x) && x.partials == nullptr && out.col_data != nullptr &&
+         with_fast_activation(x.activation, [](auto) {}) &&
+         is_whole<FromActivation<Activation::kSilu>>(x, options, out);
+}
+
+void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, const float* amax_row,
+                                   const float* amax_col, const NvParts& parts, const Planes& out, const float* noop,
+                                   Lane lane) {
+  const Input operand{x.data, Float::kBF16, x.rows, x.cols, x.stride};
+  with_fast_activation(x.activation, [&](auto tag) {
+    const FromActivation<decltype(tag)::kind> from{};
+    launch_whole(operand, from, options, amax_row, amax_col, parts, Before::kFindsAmaxes, out, noop, lane);
+  });
+}
+
+}  // namespace cuda
+}  // namespace te_dist
