@@ -1,7 +1,7 @@
 // SiLU, GELU and quick-GELU of bf16 values, rounded to bf16, in few instructions and without a table: by the GPU's own
 // approximations, which differ from numerics/activation.h by less than what rounds away. That this is so for every one
 // of the 65536 values is a matter of their last bits, and was seen on Hopper (tests/test_nvfp4_column_amax.py runs
-// through all of them); other GPUs, whose approximations may have other last bits, take the arithmetic.
+// through those that are not plainly 0, x / 2 or x). Other GPUs may have other last bits, and go other ways.
 #pragma once
 
 #include "activation.cuh"
@@ -10,7 +10,8 @@
 namespace te_dist {
 namespace cuda {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+inline bool has_fast_activations() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9; }
+
 __device__ __forceinline__ float approximate_power(float exponent) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
@@ -36,12 +37,6 @@ __device__ __forceinline__ float fast_activation(float x) {
   const float exponent = fminf(fast_exponent<kKind>(x), 125.0f);
   return x * approximate_reciprocal(1.0f + approximate_power(exponent));
 }
-#else
-template <Activation kKind>
-__device__ __forceinline__ float fast_activation(float x) {
-  return activate<kKind>(x).value;
-}
-#endif
 
 // Of the two values in a word of bf16.
 template <Activation kKind>

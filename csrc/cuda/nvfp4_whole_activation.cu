@@ -28,7 +28,7 @@ struct FromActivation {
 
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
   return goes_up_and_down(x) && x.partials == nullptr && out.col_data != nullptr &&
-         with_fast_activation(x.activation, [](auto) {}) &&
+         has_fast_activations() && with_fast_activation(x.activation, [](auto) {}) &&
          is_whole<FromActivation<Activation::kSilu>>(x, options, out);
 }
 
