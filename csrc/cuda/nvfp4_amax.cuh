@@ -39,6 +39,19 @@ __device__ __forceinline__ uint32_t transformed_amax(float (&v)[kBlock], uint32_
   return largest;
 }
 
+// The same of four columns, with the standard signs.
+__device__ __forceinline__ uint32_t amax_of_columns(const NvPatch<bf16_t, 2>& patch) {
+  uint32_t largest = 0u;
+#pragma unroll
+  for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
+    float v[kBlock];
+    column_values(patch, j, v);
+    flip_standard(v);
+    largest = transformed_amax(v, largest);
+  }
+  return largest;
+}
+
 // ---------------------------------------------------------------------------------------------- columns to leave out
 // Two bf16 sums.
 __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {

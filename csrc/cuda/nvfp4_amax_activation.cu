@@ -79,15 +79,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
 #pragma unroll
       for (int w = 0; w < 2; ++w) patch.word[i][w] = activation_of_word<kKind>(patch.word[i][w]);
     }
-    uint32_t largest = 0u;
-#pragma unroll
-    for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
-      float v[kBlock];
-      column_values(patch, j, v);
-      flip_standard(v);
-      largest = transformed_amax(v, largest);
-    }
-    columns.raise(largest);
+    columns.raise(amax_of_columns(patch));
   }
   if (amax_row != nullptr) found.give<NvActivationAmax::kThreads>(kKind, AmaxOut{amax_row, nullptr}, scratch);
 }

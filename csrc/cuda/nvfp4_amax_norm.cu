@@ -52,15 +52,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
     return sum_of_magnitudes<kBlock>([&](int i) { return patch.word[i][w]; });
   };
   if (columns.may_rise(Words<bf16_t>::max(sums(0), sums(1)))) {
-    uint32_t largest = 0u;
-#pragma unroll
-    for (int j = 0; j < NvPatch<bf16_t, 2>::kCols; ++j) {
-      float v[kBlock];
-      column_values(patch, j, v);
-      flip_standard(v);
-      largest = transformed_amax(v, largest);
-    }
-    columns.raise(largest);
+    columns.raise(amax_of_columns(patch));
   }
   give_row_amax<bf16_t, NvNormAmax::kThreads>(row_word, amax_row, scratch);
 }
