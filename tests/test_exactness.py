@@ -113,7 +113,7 @@ def test_transposes_and_swizzle(device: str) -> None:
                 index = (row // 128 * (cols // 4) + col // 4) * 512 + (i % 32) * 16 + (i // 32) * 4 + j
                 assert swizzled[index] == scale[row, col]
         assert torch.equal(swizzled, reference.swizzle_scales(scale).flatten())
-    for rows, cols in ((0, 4), (1, 1), (2, 6), (130, 66), (128, 128), (34, 250)):
+    for rows, cols in ((0, 4), (1, 1), (2, 6), (130, 66), (128, 128), (384, 192), (34, 250)):
         data = torch.randint(256, (rows, cols), dtype=torch.uint8)
         assert torch.equal(kernels.transpose_bytes(data.to(device)).cpu(), data.t())
         if rows % 2 == 0:

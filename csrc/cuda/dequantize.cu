@@ -1,12 +1,15 @@
 // Dequantizers: plane [R, C] -> [R, C], or [C, R] where the plane is a transposed one. fp8 to bf16 moves 3
 // bytes an element, fp4 2.5.
 //
-// A block takes 64 x 64 values, a thread 16 of one line: one 16-byte load (8 for fp4), and exactly one block
+// Lines of whole, aligned vectors that stay lines: a thread takes eight values of each of some lines, and its
+// neighbours' lie beside them, those to be read and those to be written.
+//
+// Others: a block takes 64 x 64 values, a thread 16 of one line: one 16-byte load (8 for fp4), and exactly one block
 // of NVFP4 or one group of its Hadamard transform. A transposed result crosses shared memory as floats.
 #include "../numerics/e8m0.h"
 #include "../numerics/hadamard.h"
 #include "../numerics/nvfp4.h"
-#include "common.cuh"
+#include "row.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -30,6 +33,7 @@ struct PlaneShape {
 };
 
 struct Fp8Plane {
+  static constexpr int kLines = 4;  // that a thread of dequantize_lines_kernel takes eight values of
   const uint8_t* data;
   const void* scale;
   ScaleKind kind;
@@ -39,6 +43,7 @@ struct Fp8Plane {
 };
 
 struct Fp4Plane {
+  static constexpr int kLines = 8;
   const uint8_t* data;
   const uint8_t* scale;
   const float* amax;
@@ -194,15 +199,184 @@ __global__ void __launch_bounds__(DequantizeConfig::kThreads)
   write_run(out, value0 + major, line0 + minor, v);
 }
 
+// ---------------------------------------------------------------------------------------------- lines
+// Threads of a block side by side, a power of two, and below one another.
+struct LinesConfig {
+  static constexpr int kThreads = 256;
+  static constexpr int kEight = 8;  // values of a line that a thread takes
+};
+constexpr int kEight = LinesConfig::kEight;
+
+// Eight codes and their scale as they lie in memory: all of a thread's loads are on their way before it looks at any.
+struct Fp8Eight {
+  uint2 codes;
+  uint2 scale;  // bits of a float, a byte, or eight bytes
+};
+struct Fp4Eight {
+  uint32_t codes;
+  uint8_t scale;
+};
+
+__device__ __forceinline__ Fp8Eight load_codes(const Fp8Plane& plane, int64_t line, int64_t value, int64_t values) {
+  const auto* floats = static_cast<const uint32_t*>(plane.scale);
+  const auto* bytes = static_cast<const uint8_t*>(plane.scale);
+  Fp8Eight eight{load_last(reinterpret_cast<const uint2*>(plane.data + line * values + value)), make_uint2(0u, 0u)};
+  switch (plane.kind) {
+    case ScaleKind::kTensor: eight.scale.x = __ldg(floats); break;
+    case ScaleKind::kBlock1d: eight.scale.x = __ldg(floats + value / 128 * plane.pitch + line); break;
+    case ScaleKind::kBlock2d: eight.scale.x = __ldg(floats + line / 128 * plane.pitch + value / 128); break;
+    case ScaleKind::kMxRow: eight.scale.x = __ldg(bytes + line * plane.pitch + value / 32); break;
+    case ScaleKind::kMxColumn:
+      eight.scale = __ldg(reinterpret_cast<const uint2*>(bytes + line / 32 * plane.pitch + value));
+  }
+  return eight;
+}
+
+__device__ __forceinline__ Fp4Eight load_codes(const Fp4Plane& plane, int64_t line, int64_t value, int64_t values) {
+  const int64_t pitch = round_up(values / kNvfp4Block, 4);
+  return {load_last(reinterpret_cast<const uint32_t*>(plane.data + (line * values + value) / 2)),
+          __ldg(plane.scale + line * pitch + value / kNvfp4Block)};
+}
+
+__device__ __forceinline__ float2 halves_to_floats(uint32_t pair) {
+  float2 v;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(v.x), "=f"(v.y)
+      : "r"(pair));
+  return v;
+}
+
+// Two codes of fp8: the same function as decode_fp8, but for the bits of a NaN, which no product keeps.
+__device__ __forceinline__ float2 decode_pair(uint32_t codes, Fp8 format) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  const auto two = static_cast<uint16_t>(codes);
+  if (format == Fp8::kE4M3) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(two));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(two));
+  }
+  return halves_to_floats(pair);
+#else
+  const auto low = static_cast<uint8_t>(codes);
+  const auto high = static_cast<uint8_t>(codes >> 8);
+  if (format == Fp8::kE4M3) return make_float2(decode_fp8<E4M3>(low), decode_fp8<E4M3>(high));
+  return make_float2(decode_fp8<E5M2>(low), decode_fp8<E5M2>(high));
+#endif
+}
+
+__device__ __forceinline__ void decode_eight(const Fp8Plane& plane, const Fp8Eight& eight, float (&v)[kEight]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float2 two = decode_pair((k < 2 ? eight.codes.x : eight.codes.y) >> (16 * (k % 2)), plane.format);
+    v[2 * k] = two.x, v[2 * k + 1] = two.y;
+  }
+  if (plane.kind != ScaleKind::kMxColumn) {
+    const float scale = plane.kind == ScaleKind::kMxRow ? decode_e8m0(static_cast<uint8_t>(eight.scale.x))
+                                                        : float_of(eight.scale.x);
+#pragma unroll
+    for (int j = 0; j < kEight; ++j) v[j] *= scale;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kEight; ++j) {
+    v[j] *= decode_e8m0(static_cast<uint8_t>((j < 4 ? eight.scale.x : eight.scale.y) >> (8 * (j % 4))));
+  }
+}
+
+// nvfp4_decode. The bits of E2M1 are those of a fp16 number, 2^-14 times as large, and its product with a scale is
+// exact either way.
+__device__ __forceinline__ void decode_eight(const Fp4Plane& plane, const Fp4Eight& eight, float (&v)[kEight]) {
+  const float scale = decode_pair(eight.scale, Fp8::kE4M3).x * 16384.0f;
+  const float amax = *plane.amax;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // values i and i + 4
+    const uint32_t codes = eight.codes >> (4 * i);
+    const float2 two = halves_to_floats(((codes << 9) & 0x0E000E00u) | ((codes << 12) & 0x80008000u));
+    v[i] = two.x * scale * amax * (1.0f / (6.0f * 448.0f));
+    v[i + 4] = two.y * scale * amax * (1.0f / (6.0f * 448.0f));
+  }
+}
+
+__device__ __forceinline__ uint32_t pack_two(float low, float high, Tag<bf16_t>) { return pack_bf16(low, high); }
+__device__ __forceinline__ uint32_t pack_two(float low, float high, Tag<fp16_t>) {
+  return to_fp16(low).bits | (static_cast<uint32_t>(to_fp16(high).bits) << 16);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_floats(T* to, const float (&v)[kEight]) {
+  constexpr int kWords = kEight / Words<T>::per_word;
+  uint32_t word[kWords];
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    if constexpr (sizeof(T) == 4) {
+      word[w] = bits_of(v[w]);
+    } else {
+      word[w] = pack_two(v[2 * w], v[2 * w + 1], Tag<T>{});
+    }
+  }
+#pragma unroll
+  for (int w = 0; w < kWords; w += 4) {
+    store_bulk(reinterpret_cast<uint4*>(to) + w / 4, make_uint4(word[w], word[w + 1], word[w + 2], word[w + 3]));
+  }
+}
+
+template <typename T, typename Plane>
+__global__ void __launch_bounds__(LinesConfig::kThreads)
+    dequantize_lines_kernel(Plane plane, PlaneShape shape, T* out, unsigned across, unsigned side_by_side) {
+  const unsigned down = blockIdx.x / across;
+  const unsigned below = LinesConfig::kThreads / side_by_side;
+  const int64_t eight = static_cast<int64_t>(blockIdx.x - down * across) * side_by_side + threadIdx.x % side_by_side;
+  const int64_t value = eight * kEight;
+  constexpr int kLines = Plane::kLines;
+  const int64_t first = static_cast<int64_t>(down) * below * kLines + threadIdx.x / side_by_side;
+  if (value >= shape.values) return;
+  decltype(load_codes(plane, 0, 0, 0)) codes[kLines];
+#pragma unroll
+  for (int i = 0; i < kLines; ++i) {
+    const int64_t line = first + i * below;
+    if (line < shape.lines) codes[i] = load_codes(plane, line, value, shape.values);
+  }
+#pragma unroll
+  for (int i = 0; i < kLines; ++i) {
+    const int64_t line = first + i * below;
+    if (line >= shape.lines) return;
+    float v[kEight];
+    decode_eight(plane, codes[i], v);
+    store_floats(out + line * shape.values + value, v);
+  }
+}
+
+// Whether dequantize_lines_kernel takes the plane of a result of aligned lines.
+bool has_lines(const Fp8Plane& plane) {
+  return plane.vector && (plane.kind != ScaleKind::kMxColumn || aligned(plane.scale, 8));
+}
+bool has_lines(const Fp4Plane& plane) { return plane.vector && !plane.hadamard; }
+
 // ---------------------------------------------------------------------------------------------- launch
+template <typename T, typename Plane>
+void launch_lines(const Plane& plane, const PlaneShape& shape, T* out, const char* name, Lane lane) {
+  const int64_t eights = shape.values / kEight;
+  int64_t side_by_side = 16;
+  while (side_by_side < eights && side_by_side < LinesConfig::kThreads) side_by_side *= 2;
+  const int64_t across = ceil_div(eights, side_by_side);
+  const int64_t lines = LinesConfig::kThreads / side_by_side * Plane::kLines;
+  const int blocks = grid_size(ceil_div(shape.lines, lines) * across);
+  launch(name, dequantize_lines_kernel<T, Plane>, blocks, LinesConfig::kThreads, lane, plane, shape, out,
+         static_cast<unsigned>(across), static_cast<unsigned>(side_by_side));
+}
+
 template <typename Plane>
 void launch_dequantize(const Plane& plane, const PlaneShape& shape, const Output& out, const char* name,
                        Lane lane) {
-  const int blocks = grid_size(ceil_div(shape.lines, kTile) * ceil_div(shape.values, kTile));
   dispatch_float(out.dtype, [&](auto output) {
     using T = TypeOf<decltype(output)>;
     const bool vector = aligned(out.data, 16) && out.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0;
     const Result<T> result{static_cast<T*>(out.data), out.cols, vector};
+    if (vector && !shape.transposed && has_lines(plane)) {
+      return launch_lines(plane, shape, result.data, name, lane);
+    }
+    const int blocks = grid_size(ceil_div(shape.lines, kTile) * ceil_div(shape.values, kTile));
     launch(name, dequantize_kernel<T, Plane>, blocks, DequantizeConfig::kThreads, lane, plane, shape, result);
   });
 }

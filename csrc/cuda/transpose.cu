@@ -89,6 +89,60 @@ __global__ void __launch_bounds__(TileConfig::kThreads)
   stage.template flush<false>(out, tile.col, tile.row / 2, tile_inside(tile, in.rows, 2 * in.cols));
 }
 
+// Column j of 8 x 8 nibbles, of which row i is rows[i], in the place of row j: halves change places between rows 4
+// apart, then bytes between rows 2 apart, then nibbles between neighbours.
+__device__ __forceinline__ void transpose_eight_nibbles(uint32_t (&rows)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t upper = rows[i];
+    rows[i] = __byte_perm(upper, rows[i + 4], 0x5410);
+    rows[i + 4] = __byte_perm(upper, rows[i + 4], 0x7632);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const int i = k / 2 * 4 + k % 2;
+    const uint32_t upper = rows[i];
+    rows[i] = __byte_perm(upper, rows[i + 2], 0x6240);
+    rows[i + 2] = __byte_perm(upper, rows[i + 2], 0x7351);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    constexpr uint32_t kUpper = 0xF0F0F0F0u;
+    const uint32_t first = rows[i];
+    rows[i] = ((rows[i + 1] << 4) & kUpper) | (first & ~kUpper);
+    rows[i + 1] = (rows[i + 1] & kUpper) | ((first >> 4) & ~kUpper);
+  }
+}
+
+// The same of whole tiles in aligned rows: a thread has 8 x 8 nibbles.
+__global__ void __launch_bounds__(TileConfig::kThreads)
+    transpose_whole_nibbles_kernel(ByteInput in, ByteMatrix out) {
+  constexpr int kWords = kTile / 8;  // of a line
+  // A line's words change places, so that threads side by side meet different banks.
+  __shared__ alignas(16) uint32_t words[kTile][kWords];
+  const TilePlace tile = tile_place(blockIdx.x, 2 * in.cols);
+  const int tx = threadIdx.x % kWords;
+  const int ty = threadIdx.x / kWords;
+  const uint8_t* from = in.data + (tile.row + kPatch * ty) * in.cols + tile.col / 2 + 4 * tx;
+  uint32_t rows[kPatch];
+#pragma unroll
+  for (int i = 0; i < kPatch; ++i) rows[i] = load_last(reinterpret_cast<const uint32_t*>(from + i * in.cols));
+  transpose_eight_nibbles(rows);
+#pragma unroll
+  for (int j = 0; j < kPatch; ++j) words[kPatch * tx + j][ty ^ tx] = rows[j];
+  __syncthreads();
+#pragma unroll
+  for (int at = threadIdx.x; at < kTile * kWords / 4; at += TileConfig::kThreads) {
+    const int line = at / (kWords / 4);
+    const int four = at % (kWords / 4);
+    const int moved = line / kPatch;
+    uint4 v = *reinterpret_cast<const uint4*>(&words[line][(four ^ (moved / 4)) * 4]);
+    if (moved % 2 != 0) v = make_uint4(v.y, v.x, v.w, v.z);
+    if (moved / 2 % 2 != 0) v = make_uint4(v.z, v.w, v.x, v.y);
+    store_bulk(reinterpret_cast<uint4*>(out.data + (tile.col + line) * out.cols + tile.row / 2 + 16 * four), v);
+  }
+}
+
 // One thread per group of four scales, in the order of the result.
 template <typename Group>
 __global__ void swizzle_kernel(const uint8_t* in, int64_t groups, int64_t cols, uint8_t* out) {
@@ -138,8 +192,9 @@ void transpose_nibbles(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* o
   check::nibbles("rows", rows);
   check::nibbles("columns", cols);
   const int blocks = grid_size(tile_count(rows, cols));
-  launch("transpose_nibbles_kernel", transpose_nibbles_kernel, blocks, TileConfig::kThreads, lane,
-         byte_input(in, rows, cols / 2), byte_matrix(out, cols, rows / 2, 16));
+  const bool whole = rows % kTile == 0 && cols % kTile == 0 && aligned(in, 16) && aligned(out, 16);
+  launch("transpose_nibbles_kernel", whole ? transpose_whole_nibbles_kernel : transpose_nibbles_kernel, blocks,
+         TileConfig::kThreads, lane, byte_input(in, rows, cols / 2), byte_matrix(out, cols, rows / 2, 16));
 }
 
 void swizzle_scales(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out, Lane lane) {
