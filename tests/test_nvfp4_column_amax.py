@@ -157,6 +157,7 @@ def test_many_normal_values(scale: float) -> None:
 
 # ---------------------------------------------------------------------------------------------- activations
 SMOOTH = ("silu", "gelu", "qgelu")
+ALL = (*SMOOTH, "relu", "srelu")
 
 
 def all_values() -> Tensor:
@@ -202,7 +203,7 @@ def test_no_activation_is_larger_than_its_bound(name: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.large
 @pytest.mark.skipif("TE_DIST_TEST_SHARE" in os.environ, reason="thousands of small launches, under a tool")
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_activations_of_all_values(name: str) -> None:
     """An activation that is made for NVFP4's columns, value by value: alone in its matrix, a quarter of it is the amax
     of the transformed columns."""
@@ -222,7 +223,7 @@ def test_activations_of_all_values(name: str) -> None:
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), -float("inf"), -(2.0**127), -(2.0**110), -100.0, 2.0**-133]
 )
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_special_operands_of_activations(name: str, value: float, device: str) -> None:
     """-2^110 and below are so large that the smallest sigmoid makes something of them."""
     quantizer = on(device, QUANTIZERS["nvfp4_rht"]())

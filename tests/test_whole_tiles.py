@@ -17,6 +17,7 @@ from cases import (
     check_against_reference,
     fits,
     on,
+    rng_for,
     special_values,
 )
 from test_producers import activation, gradient, matrix, norm
@@ -146,17 +147,48 @@ def test_nvfp4_codes_where_ties_go_down(which: str) -> None:
     assert right.sum() > 100_000 and wrong.sum() > 1000
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht", "nvfp4_rht_plain_signs"])
+def test_nvfp4_codes_at_random() -> None:
+    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off. Small
+    values are nudged upwards: those that a float's sum with their share rounds up to 0.5 would go down else."""
+    shares = torch.arange(1, 512).float() / 512  # 0.5 less the share of a random byte, and more
+    near = torch.arange(-40, 41, dtype=torch.int32)
+    values = [(shares * factor).view(torch.int32)[:, None].add(near).view(torch.float32) for factor in (1, 2, 4, 13)]
+    values = torch.cat([v.flatten() for v in values] + [torch.linspace(0, 6.9, 4001), 2.0 ** torch.arange(-40, -8)])
+    nudged = values.double() + 2.0**-26
+    towards_zero = nudged.float()
+    too_large = towards_zero.double() > nudged
+    towards_zero = torch.where(too_large, (towards_zero.view(torch.int32) - 1).view(torch.float32), towards_zero)
+    bits, without = (bits_as_halves(v).clamp(max=7 * 512) for v in (towards_zero, values))
+    lost = 0
+    for byte in range(256):
+        expected = reference.encode_e2m1_stochastic(values, torch.full_like(values, byte)).int()
+        assert torch.equal((bits + 2 * byte) // 512, expected), f"random byte {byte}"
+        lost += int(((without + 2 * byte) // 512 != expected).sum())
+    assert lost > 100
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_rht_plain_signs", "nvfp4_stochastic"])
 @pytest.mark.parametrize("planes", PLANES)
 def test_nvfp4(name: str, planes: str, device: str) -> None:
     for label, x in nvfp4_inputs().items():
         check_against_reference(QUANTIZERS[name], x, planes, device, f"{name} {label}")
 
 
-def nvfp4_under(amax: float, x: Tensor, hadamard: bool, device: str, offset: int = 0) -> list[Tensor]:
+# How values become codes: transformed columns, square blocks, at random.
+CODES = {
+    "plain": (False, False, False),
+    "rht": (True, False, False),
+    "squares": (False, True, False),
+    "random": (False, False, True),
+    "rht random": (True, False, True),
+}
+
+
+def nvfp4_under(amax: float, x: Tensor, codes: str, device: str, offset: int = 0) -> list[Tensor]:
     """All planes of `x` under a given amax; the scales lie `offset` bytes behind the start of their buffers."""
+    hadamard, squares, at_random = CODES[codes]
     x = x.to(device)
-    planes = te_dist.NVFP4Quantizer(with_rht=hadamard).make_empty(x.shape, device=device)
+    planes = te_dist.NVFP4Quantizer().make_empty(x.shape, device=device)
     amaxes = torch.full((1,), amax, device=device)
     data, scales = (planes._rowwise_data, planes._columnwise_data), []
     for scale in (planes._rowwise_scale_inv, planes._columnwise_scale_inv):
@@ -164,13 +196,14 @@ def nvfp4_under(amax: float, x: Tensor, hadamard: bool, device: str, offset: int
         scales.append(bytes_of_scale.view(scale.dtype).view(scale.shape))
     kernels.quantize_nvfp4(
         x, amaxes, amaxes, data[0], scales[0], data[1], scales[1],
-        two_d=False, with_rht=hadamard, random_signs=True, rng_state=None,
+        two_d=squares, with_rht=hadamard, random_signs=True,
+        rng_state=torch.tensor([7, 2**40 + 5], device=device) if at_random else None,
     )  # fmt: skip
     return [plane.cpu().view(torch.uint8) for plane in (*data, *scales)]
 
 
-@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rht"])
-def test_nvfp4_under_any_amax(hadamard: bool, device: str) -> None:
+@pytest.mark.parametrize("codes", CODES)
+def test_nvfp4_under_any_amax(codes: str, device: str) -> None:
     """Amaxes come from other ranks and other steps: they need not be the tensor's. At 448 * 2^90 and 448 / 2^90 factors
     change from a table's to exact ones."""
     edges = [448 * 2.0 ** (90 * sign) * near for sign in (-1, 1) for near in (0.999, 1.001)]
@@ -182,8 +215,8 @@ def test_nvfp4_under_any_amax(hadamard: bool, device: str) -> None:
             if abs(amax) >= 2.0**128 and amax != float("inf"):
                 continue
             with te_dist.use_backend("reference"):
-                expected = nvfp4_under(amax, x, hadamard, "cpu")
-            actual = nvfp4_under(amax, x, hadamard, device)
+                expected = nvfp4_under(amax, x, codes, "cpu")
+            actual = nvfp4_under(amax, x, codes, device)
             for plane, mine, theirs in zip(
                 ("row", "column", "row scale", "column scale"), actual, expected, strict=True
             ):
@@ -192,8 +225,8 @@ def test_nvfp4_under_any_amax(hadamard: bool, device: str) -> None:
     assert (True, True) in kinds
 
 
-@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rht"])
-def test_nvfp4_ties_under_amaxes_of_all_mantissas(hadamard: bool, device: str) -> None:
+@pytest.mark.parametrize("codes", ["plain", "rht", "squares"])
+def test_nvfp4_ties_under_amaxes_of_all_mantissas(codes: str, device: str) -> None:
     """Whether a block's values can meet ties depends on how the amax's mantissa divides 2688 times the scale's."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 1 << 7, (128, 256), generator=generator)
@@ -206,8 +239,8 @@ def test_nvfp4_ties_under_amaxes_of_all_mantissas(hadamard: bool, device: str) -
     for mantissa in range(128):
         amax = torch.tensor(1 + mantissa / 128)
         with te_dist.use_backend("reference"):
-            expected = nvfp4_under(amax.item(), x, hadamard, "cpu")
-        actual = nvfp4_under(amax.item(), x, hadamard, device)
+            expected = nvfp4_under(amax.item(), x, codes, "cpu")
+        actual = nvfp4_under(amax.item(), x, codes, device)
         for mine, theirs in zip(actual, expected, strict=True):
             assert_same_bytes(mine, theirs, f"mantissa {mantissa}")
         scales = expected[2][:, :16].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
@@ -219,34 +252,38 @@ def test_nvfp4_ties_under_amaxes_of_all_mantissas(hadamard: bool, device: str) -
 @pytest.mark.cuda
 def test_nvfp4_scales_that_are_not_aligned() -> None:
     x = nvfp4_inputs()["blocks of many magnitudes"]
-    for mine, theirs in zip(nvfp4_under(1.0, x, True, "cuda", 4), nvfp4_under(1.0, x, True, "cuda"), strict=True):
-        assert_same_bytes(mine, theirs, "scales at 4 bytes")
+    for codes in CODES:
+        for mine, theirs in zip(nvfp4_under(1.0, x, codes, "cuda", 4), nvfp4_under(1.0, x, codes, "cuda"), strict=True):
+            assert_same_bytes(mine, theirs, f"{codes}, scales at 4 bytes")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("pointer", [0, 8, 16])
-@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_stochastic"])
 def test_rows_that_are_not_aligned(name: str, pointer: int) -> None:
     base = matrix(257, 1024, torch.bfloat16).cuda().flatten()
     x = base[pointer // 2 :][: 256 * 1024].view(256, 1024)
     for planes in PLANES.values():
         made = [on("cuda", QUANTIZERS[name](rowwise=planes[0], columnwise=planes[1])) for _ in range(2)]
-        assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone()), name)
+        rng = rng_for(made[0], "cuda")
+        assert_same_storage(made[0].quantize(x, rng_state=rng), made[1].quantize(x.clone(), rng_state=rng), name)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("step", [0, 8, 1032, 3072])
-@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_stochastic"])
 def test_rows_at_any_distance(name: str, step: int) -> None:
     """The same row again and again, rows that overlap, rows of something wider."""
     base = matrix(256, 3072, torch.bfloat16).cuda().flatten()
     x = base.as_strided((256, 1024), (step, 1))
     for planes in PLANES.values():
         made = [on("cuda", QUANTIZERS[name](rowwise=planes[0], columnwise=planes[1])) for _ in range(2)]
-        assert_same_storage(made[0].quantize(x), made[1].quantize(x.clone(memory_format=torch.contiguous_format)), name)
+        rng = rng_for(made[0], "cuda")
+        apart = x.clone(memory_format=torch.contiguous_format)
+        assert_same_storage(made[0].quantize(x, rng_state=rng), made[1].quantize(apart, rng_state=rng), name)
 
 
-MADE = ("current_e4m3", "block_1d", "block_1d_f32", "block_2d", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_rht")
+MADE = (*FORMATS, "block_1d_f32", "nvfp4", "nvfp4_rht")
 BANDS = ((1280, 1024), (4480, 2048), (2048, 4096), (896, 8192), (640, 1536))
 # More tiles than blocks at once; for norms, rows of several lengths, three of them with more bands than statistics
 # lead by.
@@ -256,6 +293,8 @@ PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], 
     "one band": (lambda x: norm(x, True, torch.bfloat16), ((128, 1024), (256, 8192), (512, 4096))),
     "silu": (lambda x: activation(x, "silu", False), ((2304, 4096), (256, 512))),
     "gelu": (lambda x: activation(x, "gelu", False), ((2304, 4096),)),
+    "relu": (lambda x: activation(x, "relu", False), ((2304, 4096),)),
+    "srelu": (lambda x: activation(x, "srelu", False), ((2304, 4096),)),
     "swiglu": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu", False), ((2304, 4096),)),
     "dgelu": (lambda x: gradient(x, "gelu", False), ((2304, 4096),)),
     "dswiglu": (lambda x: gradient(torch.cat([x, x.flip(0)], 1), "swiglu", False), ((2304, 4096),)),

@@ -1,7 +1,7 @@
-// SiLU, GELU and quick-GELU of bf16 values, rounded to bf16, in few instructions and without a table: by the GPU's own
-// approximations, which differ from numerics/activation.h by less than what rounds away. That this is so for every one
-// of the 65536 values is a matter of their last bits, and was seen on Hopper (tests/test_nvfp4_column_amax.py runs
-// through those that are not plainly 0, x / 2 or x). Other GPUs may have other last bits, and go other ways.
+// Activations of bf16 values, rounded to bf16, in few instructions and without a table: those with a sigmoid by the
+// GPU's own approximations, which differ from numerics/activation.h by less than what rounds away. That this is so for
+// every one of the 65536 values is a matter of their last bits, and was seen on Hopper (tests/test_nvfp4_column_amax.py
+// runs through those that are not plainly 0, x / 2 or x). Other GPUs may have other last bits, and go other ways.
 #pragma once
 
 #include "activation.cuh"
@@ -10,7 +10,13 @@
 namespace te_dist {
 namespace cuda {
 
-inline bool has_fast_activations() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9; }
+constexpr bool is_rectifier(Activation kind) {
+  return kind == Activation::kRelu || kind == Activation::kSquaredRelu;
+}
+
+inline bool has_fast_activation(Activation kind) {
+  return is_rectifier(kind) || device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9;
+}
 
 __device__ __forceinline__ float approximate_power(float exponent) {
   float power;
@@ -34,6 +40,7 @@ __device__ __forceinline__ float fast_exponent(float x) {
 
 template <Activation kKind>
 __device__ __forceinline__ float fast_activation(float x) {
+  if constexpr (is_rectifier(kKind)) return activate<kKind>(x).value;
   const float exponent = fminf(fast_exponent<kKind>(x), 125.0f);
   return x * approximate_reciprocal(1.0f + approximate_power(exponent));
 }
@@ -45,14 +52,15 @@ __device__ __forceinline__ uint32_t activation_of_word(uint32_t word) {
                    fast_activation<kKind>(Words<bf16_t>::element(word, 1)));
 }
 
-// body(tag) for an activation that there is a fast way to; false: there is none.
+// body(tag) for the activation: with_activation on the host.
 template <typename Body>
-bool with_fast_activation(Activation kind, const Body& body) {
+void with_fast_activation(Activation kind, const Body& body) {
   switch (kind) {
-    case Activation::kSilu: body(ActivationTag<Activation::kSilu>{}); return true;
-    case Activation::kGelu: body(ActivationTag<Activation::kGelu>{}); return true;
-    case Activation::kQuickGelu: body(ActivationTag<Activation::kQuickGelu>{}); return true;
-    default: return false;
+    case Activation::kSilu: return body(ActivationTag<Activation::kSilu>{});
+    case Activation::kGelu: return body(ActivationTag<Activation::kGelu>{});
+    case Activation::kQuickGelu: return body(ActivationTag<Activation::kQuickGelu>{});
+    case Activation::kRelu: return body(ActivationTag<Activation::kRelu>{});
+    case Activation::kSquaredRelu: return body(ActivationTag<Activation::kSquaredRelu>{});
   }
 }
 

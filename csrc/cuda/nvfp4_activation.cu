@@ -1,5 +1,5 @@
-// NVFP4's row plane of an activation without a bias or a gate, whose sigmoids come from a table. Its amax is found at
-// the price of reading the operand (amax_activation.cu), so that it is made once, here, and never written.
+// NVFP4's row plane of an activation without a bias or a gate, whose sigmoids, if any, come from a table. Its amax is
+// found at the price of reading the operand (amax_activation.cu), so that it is made once, here, and never written.
 #include "amax.cuh"
 #include "nvfp4_four_rows.cuh"
 #include "nvfp4_unwritten.cuh"
@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 #pragma unroll
         for (int w = 0; w < 4; ++w) rows.word[i][w] = patch.word[first + i][w];
       }
-      write_four_rows(rows, scales, to + first * plane.data.cols, plane.data.cols,
-                      &of_blocks[patch_row + first][line % 16 / 2]);
+      write_four_rows<false>(rows, scales, to + first * plane.data.cols, plane.data.cols,
+                             &of_blocks[patch_row + first][line % 16 / 2], [](bool) {});
     }
     __syncthreads();
     if (line < kTile) {
@@ -51,16 +51,23 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 }  // namespace
 
 bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
-  return goes_up_and_down(x) && x.partials == nullptr && out.col_data == nullptr && !options.two_d &&
-         options.rng == nullptr && aligned(out.row_scale, 8) &&
-         way_of(made_of(x, false), nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole()) == Way::kActivation;
+  if (!goes_up_and_down(x) || x.partials != nullptr || out.col_data != nullptr || options.two_d ||
+      options.rng != nullptr || !aligned(out.row_scale, 8)) {
+    return false;
+  }
+  const Made made = made_of(x, false);
+  const bool whole = nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole();
+  return way_of(made, whole) == Way::kActivation || is_rectified(made, whole);
 }
 
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
   const Input like{x.data, Float::kBF16, x.rows, x.cols, x.stride};
-  constexpr Way kWay = Way::kStreamed;
-  launch_way<kWay>("nvfp4_activation_kernel", nvfp4_activation_kernel<kWay>, 0, x, noop, lane,
-                   nv_row_plane<bf16_t>(like, out, nullptr), parts, noop);
+  const auto start = [&](auto way) {
+    constexpr Way kWay = decltype(way)::value;
+    launch_way<kWay>("nvfp4_activation_kernel", nvfp4_activation_kernel<kWay>, 0, x, noop, lane,
+                     nv_row_plane<bf16_t>(like, out, nullptr), parts, noop);
+  };
+  is_rectified(x, true) ? start(WayTag<Way::kRectified>{}) : start(WayTag<Way::kStreamed>{});
 }
 
 }  // namespace cuda

@@ -36,6 +36,23 @@ struct ActivationBound {
   }
 };
 
+// These are made as easily as bounded. However low an operand is, they are 0.
+template <bool kSquared>
+struct RectifierBound {
+  static constexpr uint32_t kLowest = 0x10000u;
+
+  static __device__ __forceinline__ uint32_t of(uint32_t word) {
+    uint32_t bound;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(bound) : "r"(word), "r"(0u));
+    if (kSquared) asm("fma.rn.bf16x2 %0, %1, %1, %2;" : "=r"(bound) : "r"(bound), "r"(0u));
+    return bound;
+  }
+};
+template <>
+struct ActivationBound<Activation::kRelu> : RectifierBound<false> {};
+template <>
+struct ActivationBound<Activation::kSquaredRelu> : RectifierBound<true> {};
+
 struct NvActivationAmax {
   static constexpr int kThreads = 256;
   static constexpr int kBlocksPerSm = 4;

@@ -29,14 +29,21 @@ bool check_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax
   return check_planes(x, options, amax_row, amax_col, out);
 }
 
+// The cast of whole tiles that takes it; null: none does.
+WholeCast* whole_cast(const Source& x, const Nvfp4Options& options, const Planes& out) {
+  if (options.rng != nullptr) return is_nvfp4_whole_random(x, options, out) ? &launch_nvfp4_whole_random : nullptr;
+  if (options.two_d) return is_nvfp4_whole_squares(x, options, out) ? &launch_nvfp4_whole_squares : nullptr;
+  return is_nvfp4_whole(x, options, out) ? &launch_nvfp4_whole : nullptr;
+}
+
 // Of what check_nvfp4 has seen. parts, before: of whole tiles alone.
 void cast_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
                 const NvParts& parts, Before before, const Planes& out, const float* noop, Lane lane) {
-  if (options.rng != nullptr) return launch_nvfp4_random(x, options, amax_row, amax_col, out, noop, lane);
-  if (is_nvfp4_whole(x, options, out)) {
-    return launch_nvfp4_whole(x, options, amax_row, amax_col, parts, before, out, noop, lane);
+  if (const auto cast = whole_cast(x, options, out)) {
+    return cast(x, options, amax_row, amax_col, parts, before, out, noop, lane);
   }
-  launch_nvfp4<false>(x, options, amax_row, amax_col, out, noop, lane);
+  const auto cast = options.rng != nullptr ? launch_nvfp4_random : launch_nvfp4<false>;
+  cast(x, options, amax_row, amax_col, out, noop, lane);
 }
 
 // The matrix as it lies in memory, where the amax may have to write it.
@@ -92,7 +99,7 @@ bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float*
   const Source read = written_or_plain(x);
   const bool any = check_nvfp4(read, options, amax_row, amax_col, out);
   NvParts parts{};
-  if (any && !is_made(x) && options.rng == nullptr && is_nvfp4_whole(x, options, out)) {
+  if (any && !is_made(x) && whole_cast(x, options, out) != nullptr) {
     check::required("room", room, 16);
     parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
   } else {

@@ -41,9 +41,70 @@ struct FourRows {
   }
 };
 
+// ---------------------------------------------------------------------------------------------- random bytes
+// In shared memory: keys for all threads of a block, which would all make the same ones.
+struct Dice {
+  uint64_t offset;
+  alignas(16) PhiloxKey keys[kPhiloxRounds];
+
+  // By the block's first threads.
+  __device__ __forceinline__ void fill(const int64_t* rng) {
+    const int round = static_cast<int>(threadIdx.x);
+    if (round < kPhiloxRounds) keys[round] = philox_key(static_cast<uint64_t>(rng[0]), round);
+    if (round == 0) offset = static_cast<uint64_t>(rng[1]);
+  }
+  // The bytes of a block.
+  __device__ __forceinline__ Philox4 draw(int64_t block, bool columnwise) const {
+    uint4 two = make_uint4(0u, 0u, 0u, 0u);
+    return philox4x32(philox_counter(offset, static_cast<uint64_t>(block), columnwise), [&](int round) {
+      if (round % 2 != 0) return PhiloxKey{{two.z, two.w}};
+      two = *reinterpret_cast<const uint4*>(&keys[round]);
+      return PhiloxKey{{two.x, two.y}};
+    });
+  }
+};
+
+// Of the two threads that have the blocks of four rows, each draws the bytes of two rows, and hears half of the
+// other two's. block: the number of the first row's; lines have `blocks`.
+class RowBytes {
+ public:
+  __device__ __forceinline__ RowBytes(const Dice& dice, int64_t block, int64_t blocks, bool odd) : odd_(odd) {
+    block += odd ? 2 * blocks : 0;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const Philox4 drawn = dice.draw(block + k * blocks, false);
+      const auto of_half = [&](bool second, int w) { return second ? drawn.word[2 + w] : drawn.word[w]; };
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        mine_[k][w] = of_half(odd, w);
+        heard_[k][w] = __shfl_xor_sync(kFullWarp, of_half(!odd, w), 1);
+      }
+    }
+  }
+  // Word w of the thread's eight bytes of row i.
+  __device__ __forceinline__ uint32_t word(int i, int w) const {
+    return (i / 2 != 0) == odd_ ? mine_[i % 2][w] : heard_[i % 2][w];
+  }
+
+ private:
+  bool odd_;
+  uint32_t mine_[2][2];
+  uint32_t heard_[2][2];
+};
+
+// ---------------------------------------------------------------------------------------------- rows
+// With what make_plain does to values where that is needed. factor: exact_factor's.
+__device__ __forceinline__ uint32_t pack_hard_eight(const uint32_t (&from)[4], float factor) {
+  uint32_t word[4] = {from[0], from[1], from[2], from[3]};
+  make_plain(word, factor);
+  return pack_plain(word, factor);
+}
+
 // Codes of four rows, to `to` and pitch bytes on. scales: of the thread's first row, kRowScales a row.
+// draw(odd): RowBytes, where kRandom.
+template <bool kRandom, typename Draw>
 __device__ __forceinline__ void write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
-                                                int64_t pitch, uint8_t* scales) {
+                                                int64_t pitch, uint8_t* scales, const Draw& draw) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const bool odd = lane % 2 != 0;
   const uint32_t maxima = rows.maxima(odd);
@@ -53,27 +114,55 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Plan
   scales += (odd ? 2 : 0) * kPitch;
   scales[0] = static_cast<uint8_t>(mine[0].code);
   scales[kPitch] = static_cast<uint8_t>(mine[1].code);
-  const auto write = [&](const float(&factor)[2], const auto& pack) {
+  const auto write_each = [&](const float(&factor)[2], const auto& pack) {
 #pragma unroll
     for (int i = 0; i < FourRows::kRows; ++i) {
       const float heard = __shfl_sync(kFullWarp, factor[i % 2], lane / 2 * 2 + i / 2);
-      store_bulk(reinterpret_cast<uint32_t*>(to), pack(rows.word[i], heard));
+      store_bulk(reinterpret_cast<uint32_t*>(to), pack(i, heard));
       to += pitch;
     }
+  };
+  const auto write = [&](const float(&factor)[2], const auto& pack) {
+    write_each(factor, [&](int i, float heard) { return pack(rows.word[i], heard); });
   };
   const float factors[2] = {mine[0].factor, mine[1].factor};
   const auto all_easy = [&](Ties most) {
     return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
   };
+  if constexpr (kRandom) {
+    const auto bytes = draw(odd);
+    if (all_easy(Ties::kNone)) {
+      return write_each(factors, [&](int i, float heard) {
+        return pack_at_random(rows.word[i], heard, bytes.word(i, 0), bytes.word(i, 1));
+      });
+    }
+    return write_each({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
+                      [&](int i, float heard) {
+                        const uint32_t words[2] = {bytes.word(i, 0), bytes.word(i, 1)};
+                        return pack_random<bf16_t, 8>(rows.word[i], heard, words);
+                      });
+  }
   if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
   if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
   if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
   write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
-        [](const uint32_t(&from)[4], float factor) {
-          uint32_t word[4] = {from[0], from[1], from[2], from[3]};
-          make_plain(word, factor);
-          return pack_plain(word, factor);
-        });
+        pack_hard_eight);
+}
+
+// The same of rows that all have one scale, which is written already.
+__device__ __forceinline__ void write_four_rows(const FourRows& rows, const EasyScale& scale, const Nvfp4Global& global,
+                                                uint8_t* to, int64_t pitch) {
+  const auto write = [&](float factor, const auto& pack) {
+#pragma unroll
+    for (int i = 0; i < FourRows::kRows; ++i) {
+      store_bulk(reinterpret_cast<uint32_t*>(to + i * pitch), pack(rows.word[i], factor));
+    }
+  };
+  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
+  if (all_easy(Ties::kNone)) return write(scale.factor, pack_by_halves<Ties::kNone>);
+  if (all_easy(Ties::kOdd)) return write(scale.factor, pack_by_halves<Ties::kOdd>);
+  if (all_easy(Ties::kAll)) return write(scale.factor, pack_by_halves<Ties::kAll>);
+  write(exact_factor(scale.code, global), pack_hard_eight);
 }
 
 // ---------------------------------------------------------------------------------------------- scales of whole tiles

@@ -2,6 +2,7 @@
 // nvfp4_codes.cuh needs for any block.
 #pragma once
 
+#include "../numerics/philox.h"
 #include "nvfp4.cuh"
 #include "nvfp4_codes.cuh"
 
@@ -91,6 +92,35 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
   return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
 }
 
+// ---------------------------------------------------------------------------------------------- codes at random
+// A magnitude's fp16 number has nine bits behind those of its code, and its random byte is a share of what these count
+// to: encode_e2m1_stochastic adds the share, and cuts off.
+//
+// That is exact where it adds in floats, but for sums that a float rounds up to 0.5 or 1. To 1, none is: what is added
+// is below 0.5, and so the other summand is above, whose float has as many bits as the sum's. To 0.5, those are that
+// are at most 2^-26 below it: half of the last place there. Hence kNudge. A number from 0.25 on has no such sums, and
+// that it is added towards zero keeps it as it is.
+constexpr float kNudge = 0x1p-26f * CodeHalves::kFirst;
+
+// Eight bf16 values. factor: times CodeHalves::kFirst. Value i takes byte i % 4 of a word of bytes.
+__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, uint32_t first_bytes,
+                                                   uint32_t second_bytes) {
+  constexpr uint32_t kSix = 0x0E000E00u;
+  const auto at = [&](int i) { return __fadd_rz(magnitude_of<bf16_t>(word, i) * factor, kNudge); };
+  // Values i and i + 2, and twice their bytes.
+  const auto two = [&](int i) {
+    uint32_t numbers = cut_to_halves(at(i), at(i + 2));
+    asm("min.f16x2 %0, %1, %2;" : "=r"(numbers) : "r"(numbers), "r"(kSix));
+    const uint32_t bytes = __byte_perm(i < 4 ? first_bytes : second_bytes, 0u, i % 2 == 0 ? 0x4240 : 0x4341);
+    return bytes * 2u + numbers;
+  };
+  // Bytes of four zeros, three bits of the code, and one more.
+  const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
+  const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
+  const uint32_t codes = select(0x70707070u, seconds * kEight, firsts >> 1);
+  return (codes & 0x77777777u) | signs_of_eight(word);
+}
+
 // ---------------------------------------------------------------------------------------------- scales
 // The factor for pack_by_halves, without CodeHalves::kFirst; NaN: there is none. decode: about 1 / exact. Powers of two
 // do not matter, so that there are four ties, two of each kind, and next to each of them, divided by the factor, one
@@ -123,7 +153,8 @@ struct PlaneScales {
   float encode;  // turns a magnitude into a scale
   float factor[128];
 
-  // By one warp. quarter: magnitudes and values are four times what they should be.
+  // By one warp. quarter: magnitudes and values are four times what they should be. kRandom: for pack_at_random.
+  template <bool kRandom = false>
   __device__ __forceinline__ void fill(float amax, bool quarter) {
     const unsigned lane = threadIdx.x % 32u;
     const Nvfp4Global of = nvfp4_global(amax);
@@ -135,7 +166,8 @@ struct PlaneScales {
     }
     // Of the eight codes from 1.0 on; the other factors are these times powers of two.
     const float decode = decode_scale(0x38u + lane % 8u) * of.decode;
-    const float of_code = factor_for_halves(decode, reciprocal(decode)) * (part * CodeHalves::kFirst);
+    const float exact = reciprocal(decode);
+    const float of_code = (kRandom ? exact : factor_for_halves(decode, exact)) * (part * CodeHalves::kFirst);
     const float from_one = far ? float_of(kNanBits) : of_code;
     const auto power = [](unsigned exponent) { return float_of((127u + exponent) << 23); };
 #pragma unroll

@@ -472,10 +472,12 @@ void launch_nvfp4(const Input& x, const Nvfp4Options& options, const float* amax
 void launch_nvfp4_random(const Input& x, const Nvfp4Options& options, const float* amax_row,
                          const float* amax_col, const Planes& out, const float* noop, Lane lane);
 
-// nvfp4_whole.cu's, and whether it is for that one.
-bool is_nvfp4_whole(const Input& x, const Nvfp4Options& options, const Planes& out);
-void launch_nvfp4_whole(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
-                        const NvParts& parts, Before before, const Planes& out, const float* noop, Lane lane);
+// Casts of whole tiles, and whether they take it.
+using WholeCast = void(const Input& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
+                       const NvParts& parts, Before before, const Planes& out, const float* noop, Lane lane);
+WholeCast launch_nvfp4_whole, launch_nvfp4_whole_random, launch_nvfp4_whole_squares;
+using TakesWhole = bool(const Input& x, const Nvfp4Options& options, const Planes& out);
+TakesWhole is_nvfp4_whole, is_nvfp4_whole_random, is_nvfp4_whole_squares;
 
 // nvfp4_amax.cu's, as amax_nvfp4. room: [2, kAmaxRoom]. Where parts.count is 0, the amaxes are in place.
 NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* amax_row, float* amax_col, float* room,

@@ -1,6 +1,6 @@
-// NVFP4 rounded to nearest of what most matrices are: bf16, whole tiles of 128 x 128, planes whose rows are aligned, no
-// square blocks, and the standard signs. The same bytes as nvfp4_kernel.cuh makes of any tile, in fewer instructions,
-// and in loops: all of a tile's work in one piece does not fit the cache of instructions.
+// NVFP4 of what most matrices are: bf16, whole tiles of 128 x 128, planes whose rows are aligned, and the standard
+// signs. The same bytes as nvfp4_kernel.cuh makes of any tile, in fewer instructions, and in loops: all of a tile's
+// work in one piece does not fit the cache of instructions.
 //
 // A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of two
 // columns at a time. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
@@ -19,6 +19,9 @@
 namespace te_dist {
 namespace cuda {
 namespace {
+
+// How values become codes. kSquares: to the nearest, with scales of 16 x 16 blocks.
+enum class Codes { kNearest, kRandom, kSquares };
 
 struct NvWhole {
   static constexpr int kRowsAtOnce = FourRows::kRows;
@@ -39,17 +42,35 @@ __device__ __forceinline__ uint32_t max_of_column(const uint32_t (&pair)[8]) {
   return max(low_float(two), high_float(two));
 }
 
+// Rounded at random. values: as they are, in case that they are not easy.
+template <typename Values>
+__device__ __forceinline__ ColumnCodes pack_column_at_random(const uint32_t (&pair)[8], const PlaneScales& from,
+                                                             const Philox4& bytes, const Values& values) {
+  const EasyScale scale(float_of(max_of_column(pair)), from);
+  if (__all_sync(kFullWarp, scale.is_easy(Ties::kNone))) {
+    return ColumnCodes{make_uint2(pack_at_random(pair, scale.factor, bytes.word[0], bytes.word[1]),
+                                  pack_at_random(pair + 4, scale.factor, bytes.word[2], bytes.word[3])),
+                       scale.code};
+  }
+  uint32_t plain[8];
+  values(plain);
+  const NvScale hard = make_scale(float_of(max_of_column(plain)), from.global);
+  const float factor = exact_factor(hard.code, from.global);
+  return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(plain, factor, bytes.word),
+                                pack_random<bf16_t, 8>(plain + 4, factor, bytes.word + 2)),
+                     hard.code};
+}
+
 // Values as they are, with what make_plain does to them where that is needed.
-__device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], const Nvfp4Global& global) {
-  const NvScale scale = make_scale(float_of(max_of_column(pair)), global);
-  float factor = exact_factor(scale.code, global);
+__device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], uint32_t scale,
+                                                        const Nvfp4Global& global) {
+  float factor = exact_factor(scale, global);
   make_plain(pair, factor);
-  return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale.code};
+  return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale};
 }
 
 // Whether it could be done.
-__device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const PlaneScales& from, ColumnCodes& to) {
-  const EasyScale scale(float_of(max_of_column(pair)), from);
+__device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const EasyScale& scale, ColumnCodes& to) {
   const auto pack = [&](const auto& eight) {
     to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
     return true;
@@ -60,19 +81,29 @@ __device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], cons
   return all_easy(Ties::kAll) && pack(pack_by_halves<Ties::kAll>);
 }
 
-// Column e of two that lie in words.
-__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const PlaneScales& from) {
+// Column e of two that lie in words. square: its scale, where kSquares. draw(): random bytes, where kRandom.
+template <Codes kCodes, typename Draw>
+__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const PlaneScales& from,
+                                                       const EasyScale& square, const Draw& draw) {
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
+  if constexpr (kCodes == Codes::kRandom) {
+    return pack_column_at_random(pair, from, draw(), [&](uint32_t(&to)[8]) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) to[k] = pair[k];
+    });
+  }
+  const EasyScale scale = kCodes == Codes::kSquares ? square : EasyScale(float_of(max_of_column(pair)), from);
   ColumnCodes made;
-  return pack_easy_column(pair, from, made) ? made : pack_hard_column(pair, from.global);
+  return pack_easy_column(pair, scale, made) ? made : pack_hard_column(pair, scale.code, from.global);
 }
 
 // The same, transformed. The transform ends with a product with 1/4, which commutes with the rounding to bf16 unless
 // numbers are very large or very small, so that scales take it over.
+template <Codes kCodes, typename Draw>
 __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)[kBlock], int e,
-                                                          const PlaneScales& from) {
+                                                          const PlaneScales& from, const Draw& draw) {
   float v[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
@@ -81,11 +112,29 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k], v[2 * k + 1]);
-  ColumnCodes made;
-  if (pack_easy_column(pair, from, made)) return made;
+  const auto quarter = [&](uint32_t(&to)[8]) {
 #pragma unroll
-  for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
-  return pack_hard_column(pair, from.global);
+    for (int k = 0; k < 8; ++k) to[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+  };
+  if constexpr (kCodes == Codes::kRandom) return pack_column_at_random(pair, from, draw(), quarter);
+  ColumnCodes made;
+  if (pack_easy_column(pair, EasyScale(float_of(max_of_column(pair)), from), made)) return made;
+  quarter(pair);
+  return pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.global).code, from.global);
+}
+
+// ---------------------------------------------------------------------------------------------- squares
+// The largest magnitude of the 16 x 16 values that two neighbouring lanes have, as a float's bits.
+__device__ __forceinline__ uint32_t max_of_square(const uint4* mine) {
+  uint32_t pair = 0u;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const uint4 v = mine[i * NvConfig::kThreads];
+    pair = larger_pair(pair, larger_pair(v.x, v.y, v.z, v.w));
+  }
+  pair = magnitudes(pair);
+  const uint32_t largest = max(low_float(pair), high_float(pair));
+  return max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
@@ -161,17 +210,23 @@ struct AsItIs {
   }
 };
 
-template <bool kHadamard, typename From>
+// rng: seed and offset, where kRandom.
+template <bool kHadamard, typename From, Codes kCodes>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
-                       NvPlane col, NvParts parts, TileOrder order, bool written, const float* noop) {
+                       NvPlane col, NvParts parts, TileOrder order, bool written, const int64_t* rng,
+                       const float* noop) {
   using Tile = NvTile<bf16_t>;
+  constexpr bool kRandom = kCodes == Codes::kRandom;
+  constexpr bool kSquares = kCodes == Codes::kSquares;
   constexpr int kTile = TileConfig::kTile;
   constexpr int kCols = NvPatch<bf16_t>::kCols;
+  static_assert(!kSquares || (!kHadamard && !From::kMade), "squares are cut out of a matrix in memory");
   static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile && NvConfig::kThreads == kTile, "square tiles");
   static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
   __shared__ NvShared shared;
   __shared__ typename From::Shared for_making;
+  __shared__ Dice dice;
   if (is_noop(noop)) return;
   __builtin_assume(threadIdx.x < NvConfig::kThreads);
   const int line = static_cast<int>(threadIdx.x);
@@ -189,7 +244,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     fetch_tile(shared, boxes, tile_row, tile_col);
   }
   const bool with_rows = row.data.data != nullptr;
-  const bool with_columns = !From::kMade || col.data.data != nullptr;
+  const bool with_columns = (!From::kMade && !kRandom) || col.data.data != nullptr;
   // What a warp finds of the parts is the whole, which the first block keeps.
   const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
     wait_for_kernel_before();
@@ -199,10 +254,11 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     return amax;
   };
   if (threadIdx.x < 32) {
-    if (with_rows) shared.row.fill(amax_of(row.amax, parts.row, parts.row_amax), false);
+    if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
   } else if (threadIdx.x < 64) {
-    if (with_columns) shared.col.fill(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+    if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
   }
+  if (kRandom) dice.fill(rng);
   from.prepare(for_making, tile_col);
   __syncthreads();
   uint2* const codes = shared.codes_of(lane, group);
@@ -214,13 +270,35 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
     uint8_t* row_scales = &shared.row_scales[group * kBlock][lane / 2];
     uint4* mine = &shared.patch[0][line];
+    uint32_t square = 0u;
+    if (kSquares) {
+#pragma unroll
+      for (Arrival& arrival : shared.rows) arrival.wait(count - left);
+      square = max_of_square(mine);
+    }
+    const EasyScale of_rows(float_of(square), shared.row);
+    const EasyScale of_columns(float_of(square), shared.col);
+    if (kSquares && with_rows) {
+#pragma unroll
+      for (int i = 0; i < kBlock; i += 2) {
+        row_scales[(i + lane % 2) * Tile::kRowScales] = static_cast<uint8_t>(of_rows.code);
+      }
+    }
 #pragma unroll 1
     for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
-      shared.rows[step].wait(count - left);
+      if (!kSquares) shared.rows[step].wait(count - left);
       if (!From::kMade && !with_rows) continue;
       FourRows rows;
       from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
-      if (with_rows) write_four_rows(rows, shared.row, to, row.data.cols, row_scales);
+      if (kSquares) {
+        write_four_rows(rows, of_rows, shared.row.global, to, row.data.cols);
+      } else if (with_rows) {
+        write_four_rows<kRandom>(rows, shared.row, to, row.data.cols, row_scales, [&](bool odd) {
+          const int64_t blocks = row.data.cols / (kBlock / 2);
+          const int64_t line = first + step * NvWhole::kRowsAtOnce;
+          return RowBytes(dice, line * blocks + tile_col / kBlock + lane / 2, blocks, odd);
+        });
+      }
       mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
       to += NvWhole::kRowsAtOnce * row.data.cols;
       row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
@@ -235,8 +313,13 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
 #pragma unroll
       for (unsigned e = 0u; e < 2u; ++e) {
-        const ColumnCodes made =
-            kHadamard ? transformed_column(word, e, shared.col) : column_as_it_is(word, e, shared.col);
+        const auto draw = [&] {
+          const int64_t blocks = col.data.cols / (kBlock / 2);
+          const int64_t line = tile_col + lane * kCols + 2u * w + e;
+          return dice.draw(line * blocks + first / kBlock, true);
+        };
+        const ColumnCodes made = kHadamard ? transformed_column<kCodes>(word, e, shared.col, draw)
+                                           : column_as_it_is<kCodes>(word, e, shared.col, of_columns, draw);
         codes[(2u * w + e) * (NvConfig::kLanes * NvConfig::kGroups)] = made.codes;
         scales[(2u * w + e) * Tile::kColScales] = static_cast<uint8_t>(made.scale);
       }
@@ -293,21 +376,23 @@ NvBoxes boxes_of(const Input& x, const Planes& out) {
   return NvBoxes{map_of(in), out.col_data != nullptr ? map_of(codes) : CUtensorMap{}};
 }
 
-// Whether tiles are as nvfp4_whole_kernel<true, From> takes them; of both planes, either may not be asked for.
-template <typename From>
+// Whether tiles are as nvfp4_whole_kernel<.., From, kCodes> takes them; of both planes, either may not be asked for.
+template <typename From, Codes kCodes = Codes::kNearest>
 bool is_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
   if (!has_clusters()) return false;
-  static const bool built = is_built_for_boxes(reinterpret_cast<const void*>(&nvfp4_whole_kernel<true, From>));
+  constexpr bool kSquares = kCodes == Codes::kSquares;
+  static const bool built =
+      is_built_for_boxes(reinterpret_cast<const void*>(&nvfp4_whole_kernel<!kSquares, From, kCodes>));
   constexpr int64_t kMost = int64_t{1} << 30;
   constexpr int kTile = TileConfig::kTile;
   return built && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost && x.dtype == Float::kBF16 &&
          x.rows % kTile == 0 && x.cols % kTile == 0 && tile_input<bf16_t>(x).vector &&
          nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() && nv_col_plane(x, out, nullptr).data.is_whole() &&
-         aligned(out.row_scale, 8) && aligned(out.col_scale, 16) && !options.two_d &&
-         !(options.hadamard && options.signs != kHadamardSigns);
+         aligned(out.row_scale, 8) && aligned(out.col_scale, 16) && options.two_d == kSquares &&
+         !(options.hadamard && (kSquares || options.signs != kHadamardSigns));
 }
 
-template <typename From>
+template <Codes kCodes = Codes::kNearest, typename From>
 void launch_whole(const Input& x, const From& from, const Nvfp4Options& options, const float* amax_row,
                   const float* amax_col, const NvParts& parts, Before before, const Planes& out, const float* noop,
                   Lane lane) {
@@ -315,14 +400,17 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   const NvPlane col = nv_col_plane(x, out, amax_col);
   const TileOrder order = TileOrder::of(x.rows, x.cols);
   const NvBoxes boxes = boxes_of(x, out);
-  const auto kernel = options.hadamard ? nvfp4_whole_kernel<true, From> : nvfp4_whole_kernel<false, From>;
+  auto kernel = nvfp4_whole_kernel<false, From, kCodes>;
+  if constexpr (kCodes != Codes::kSquares) {
+    if (options.hadamard) kernel = nvfp4_whole_kernel<true, From, kCodes>;
+  }
   const bool written = before == Before::kWritesToo;
   if (before != Before::kUnknown) {
     return launch_close("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, 0, lane, boxes, from, row,
-                        col, parts, order, written, noop);
+                        col, parts, order, written, options.rng, noop);
   }
   launch("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts, order,
-         written, noop);
+         written, options.rng, noop);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ enum class Way {
   kWholeNorm,   // the same of whole tiles, as all that follow
   kActivation,  // not gated
   kStreamed,    // the same, with the next tile on its way to shared memory
+  kRectified,   // ReLU or its square, not gated, streamed as well
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
   kPaired,      // SwiGLU's gradient, two tiles at a time
@@ -38,16 +39,29 @@ struct PatchConfig {
   static constexpr int kSlotBytes = kSlot * 16;
 };
 
+// In the place of a table: these need none.
+struct Rectifier {
+  static constexpr int kBytes = 0;
+  bool squares;
+
+  static __device__ __forceinline__ Rectifier fill(float*, Activation kind) {
+    return Rectifier{kind == Activation::kSquaredRelu};
+  }
+  __device__ __forceinline__ float of(float x) const {
+    return squares ? activate<Activation::kSquaredRelu>(x).value : activate<Activation::kRelu>(x).value;
+  }
+};
+
 template <Way kWay>
 struct WayConfig {
   static constexpr bool kTabled = kWay != Way::kNorm && kWay != Way::kWholeNorm;
   static constexpr bool kWhole = kWay != Way::kNorm;
-  static constexpr bool kStreamed = kWay == Way::kStreamed;
-  static constexpr bool kSums = kWay != Way::kActivation && kWay != Way::kStreamed && kWay != Way::kGated;
+  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified;
+  static constexpr bool kSums = kWay != Way::kActivation && !kStreamed && kWay != Way::kGated;
   // Operands besides the first one.
   static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kWay == Way::kSlope ? 1 : 0;
   static constexpr int kBlocksPerSm = 4 - kSlots - (kStreamed ? 1 : 0);
-  using Table = SigmoidTable<(kSlots > 0)>;
+  using Table = std::conditional_t<kWay == Way::kRectified, Rectifier, SigmoidTable<(kSlots > 0)>>;
   static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
   // GELU's gradient has registers enough, and is up to 7 % slower with the near one.
   using Place = std::conditional_t<kWay == Way::kSlope, TilePlace, NearPlace>;
@@ -68,6 +82,13 @@ inline Way way_of(const Made& x, bool whole) {
   }
   if (x.partials != nullptr || !(silu || gelu || x.activation == Activation::kQuickGelu)) return Way::kNone;
   return x.gated ? Way::kGated : Way::kActivation;
+}
+
+// Whether Way::kRectified makes x. Not way_of's: few kernels gain by it.
+inline bool is_rectified(const Made& x, bool whole) {
+  const bool relu = x.activation == Activation::kRelu || x.activation == Activation::kSquaredRelu;
+  return relu && x.kind == Produce::kActivation && !x.gated && !x.biased && x.partials == nullptr && whole &&
+         x.is_whole() && x.pieces >= 4u * static_cast<unsigned>(multiprocessors());
 }
 
 // stage_bytes: what the consumer of tiles uses of the work area behind the table. noop: the kernel's.
@@ -243,6 +264,17 @@ __device__ __forceinline__ void make_activation(const Table& table, Patch<bf16_t
       const float2 x = values_of(patch.word[i][w]);
       const float2 sigma = table.look_up(patch.word[i][w]);
       patch.word[i][w] = pack_bf16(x.x * sigma.x, x.y * sigma.y);
+    }
+  }
+}
+
+__device__ __forceinline__ void make_activation(const Rectifier& rectifier, Patch<bf16_t>& patch) {
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 x = values_of(patch.word[i][w]);
+      patch.word[i][w] = pack_bf16(rectifier.of(x.x), rectifier.of(x.y));
     }
   }
 }
