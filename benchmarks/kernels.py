@@ -22,7 +22,14 @@ from torch import Tensor
 
 import te_dist
 from te_dist import kernels
-from te_dist.producers import ActivationGradient, ActivationOutput, NormOutput, Plain, Producer
+from te_dist.producers import (
+    GATED_ACTIVATIONS,
+    ActivationGradient,
+    ActivationOutput,
+    NormOutput,
+    Plain,
+    Producer,
+)
 
 L2_BYTES = 64 * 2**20
 
@@ -57,31 +64,81 @@ def copy_bandwidth(repeats: int) -> float:
 class Case(NamedTuple):
     name: str
     bytes: float  # that must move, per element of the quantized matrix
-    call: Callable[[Tensor], object]  # of an input [rows, cols]
+    call: Callable[[Any], object]  # of an input [rows, cols], or of what `prepare` makes of it
     wide: bool = False  # the input is [rows, 2 cols]
+    prepare: Callable[[Tensor], Any] | None = None  # not measured
 
 
 PLANES = (("row", {"columnwise": False}, 1), ("row+column", {}, 2))
-
-
-def quantize_cases() -> Iterator[Case]:
-    """A bf16 matrix in memory: read once per pass, each plane written once."""
-    for label, usage, planes in PLANES:
-        found = {
-            "current scaling": (te_dist.Float8CurrentScalingQuantizer("e4m3", **usage), 4 + planes),
-            "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1, **usage), 2 + planes),
-            "blockwise 128x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2, **usage), 2 + planes),
-            "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 2 + planes * (1 + 1 / 32)),
-            "nvfp4 1x16 RHT": (te_dist.NVFP4Quantizer(with_rht=True, **usage), 4 + planes * (0.5 + 1 / 16)),
-        }
-        for name, (quantizer, moved) in found.items():
-            yield Case(f"{name}, {label}", moved, lambda x, q=quantizer: q.quantize(x))
+COLUMN = ("column", {"rowwise": False}, 1)
+MX_BYTES = 1 + 1 / 32
+NV_BYTES = 0.5 + 1 / 16
 
 
 @functools.cache
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Made once: a call that is measured makes none."""
     return torch.ones(shape, device="cuda", dtype=dtype)
+
+
+def quantize_cases() -> Iterator[Case]:
+    """A bf16 matrix in memory: read once per pass, each plane written once."""
+    current, block = te_dist.Float8CurrentScalingQuantizer, te_dist.Float8BlockQuantizer
+    mxfp8, nvfp4 = te_dist.MXFP8Quantizer, te_dist.NVFP4Quantizer
+    scale, seen = ones(1), torch.zeros(1, device="cuda")
+    for label, usage, planes in (*PLANES, COLUMN):
+        found = {
+            "given scale": (te_dist.Float8Quantizer(scale, seen, "e4m3", **usage), 2 + planes),
+            "current scaling": (current("e4m3", **usage), 4 + planes),
+            "current scaling e5m2": (current("e5m2", **usage), 4 + planes),
+            "blockwise 1x128": (block("e4m3", block_scaling_dim=1, **usage), 2 + planes),
+            "blockwise 1x128 e5m2": (block("e5m2", block_scaling_dim=1, **usage), 2 + planes),
+            "blockwise 1x128 any scale": (
+                block("e4m3", block_scaling_dim=1, force_pow_2_scales=False, **usage),
+                2 + planes,
+            ),
+            "blockwise 128x128": (block("e4m3", block_scaling_dim=2, **usage), 2 + planes),
+            "mxfp8 1x32": (mxfp8("e4m3", **usage), 2 + planes * MX_BYTES),
+            "mxfp8 1x32 e5m2": (mxfp8("e5m2", **usage), 2 + planes * MX_BYTES),
+            "mxfp8 32x32": (mxfp8("e4m3", with_2d_quantization=True, **usage), 2 + planes * MX_BYTES),
+            "nvfp4 1x16": (nvfp4(**usage), 4 + planes * NV_BYTES),
+            "nvfp4 1x16 RHT": (nvfp4(with_rht=True, **usage), 4 + planes * NV_BYTES),
+            "nvfp4 1x16 RHT stochastic": (
+                nvfp4(with_rht=True, stochastic_rounding=True, **usage),
+                4 + planes * NV_BYTES,
+            ),
+            "nvfp4 16x16": (nvfp4(with_2d_quantization=True, **usage), 4 + planes * NV_BYTES),
+        }
+        for name, (quantizer, moved) in found.items():
+            yield Case(f"{name}, {label}", moved, lambda x, q=quantizer: q.quantize(x))
+
+
+def other_cases() -> Iterator[Case]:
+    """What else there is to do with a matrix that is in memory, quantized or not."""
+    amax = torch.zeros(1, device="cuda")
+    yield Case("amax", 2, lambda x: kernels.amax(x, amax))
+    formats = {
+        "per-tensor fp8": (te_dist.Float8CurrentScalingQuantizer("e4m3"), 1),
+        "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1), 1),
+        "blockwise 128x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2), 1),
+        "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3"), MX_BYTES),
+        "nvfp4 1x16": (te_dist.NVFP4Quantizer(), NV_BYTES),
+    }
+    for name, (quantizer, stored) in formats.items():
+        yield Case(f"dequantize {name}", stored + 2, lambda q: q.dequantize(), prepare=quantizer.quantize)
+
+    def data(x: Tensor) -> Tensor:
+        return x.view(torch.uint8)[:, : x.shape[1]].contiguous()
+
+    def nibbles(x: Tensor) -> Tensor:
+        return x.view(torch.uint8)[:, : x.shape[1] // 2].contiguous()
+
+    def scales(x: Tensor) -> Tensor:
+        return x.view(torch.uint8)[:, : x.shape[1] // 32].contiguous()
+
+    yield Case("fp8 transpose", 2, kernels.transpose_bytes, prepare=data)
+    yield Case("fp4 transpose", 1, kernels.transpose_nibbles, prepare=nibbles)
+    yield Case("mxfp8 scale swizzle", 2 / 32, kernels.swizzle_scales, prepare=scales)
 
 
 def norm(x: Tensor, layer_norm: bool) -> NormOutput:
@@ -92,8 +149,7 @@ def norm(x: Tensor, layer_norm: bool) -> NormOutput:
     return NormOutput(x, weight, *centered, stats[1], eps=1e-5)
 
 
-def with_sums(x: Tensor) -> Plain:
-    made = Plain(x)
+def with_sums(made: Producer) -> Producer:
     made.want_column_sums()
     return made
 
@@ -108,23 +164,38 @@ def producer_cases() -> Iterator[Case]:
             grads[shape] = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         return grads[shape]
 
+    def activation(name: str, bias: bool = False) -> Callable[[Tensor], Producer]:
+        return lambda x: ActivationOutput(x, name, ones(x.shape[1], dtype=torch.bfloat16) if bias else None)
+
+    def gradient(name: str, sums: bool = False) -> Callable[[Tensor], Producer]:
+        def make(x: Tensor) -> Producer:
+            gated = name in GATED_ACTIVATIONS
+            made = ActivationGradient(grad(x.shape[0], x.shape[1] // 2 if gated else x.shape[1]), x, name)
+            return with_sums(made) if sums else made
+
+        return make
+
     producers: dict[str, tuple[Callable[[Tensor], Producer], float, bool]] = {
         "rmsnorm": (lambda x: norm(x, False), 2, False),
         "layernorm": (lambda x: norm(x, True), 2, False),
-        "silu": (lambda x: ActivationOutput(x, "silu"), 2, False),
-        "gelu": (lambda x: ActivationOutput(x, "gelu"), 2, False),
-        "swiglu": (lambda x: ActivationOutput(x, "swiglu"), 4, True),
-        "dgelu": (lambda x: ActivationGradient(grad(*x.shape), x, "gelu"), 4, False),
-        "dswiglu": (lambda x: ActivationGradient(grad(x.shape[0], x.shape[1] // 2), x, "swiglu"), 3, False),
-        "column sums": (with_sums, 2, False),
+        **{name: (activation(name), 2, False) for name in ("silu", "gelu", "qgelu", "relu", "srelu")},
+        "gelu with bias": (activation("gelu", bias=True), 2, False),
+        **{name: (activation(name), 4, True) for name in ("swiglu", "geglu", "reglu")},
+        **{f"d{name}": (gradient(name), 4, False) for name in ("gelu", "silu", "relu")},
+        **{f"d{name}": (gradient(name), 3, False) for name in ("swiglu", "geglu")},
+        "dgelu and bias gradient": (gradient("gelu", sums=True), 4, False),
+        "dswiglu and bias gradient": (gradient("swiglu", sums=True), 3, False),
+        "column sums": (lambda x: with_sums(Plain(x)), 2, False),
     }
+    scale, seen = ones(1), torch.zeros(1, device="cuda")
     for label, usage, planes in PLANES:
         formats = {
+            "given scale": (te_dist.Float8Quantizer(scale, seen, "e4m3", **usage), 1, planes),
             "current scaling": (te_dist.Float8CurrentScalingQuantizer("e4m3", **usage), 2, planes),
             "blockwise 1x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=1, **usage), 1, planes),
             "blockwise 128x128": (te_dist.Float8BlockQuantizer("e4m3", block_scaling_dim=2, **usage), 1, planes),
-            "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 1, planes * (1 + 1 / 32)),
-            "nvfp4 1x16 RHT": (te_dist.NVFP4Quantizer(with_rht=True, **usage), 2, planes * (0.5 + 1 / 16)),
+            "mxfp8 1x32": (te_dist.MXFP8Quantizer("e4m3", **usage), 1, planes * MX_BYTES),
+            "nvfp4 1x16 RHT": (te_dist.NVFP4Quantizer(with_rht=True, **usage), 2, planes * NV_BYTES),
         }
         for format, (quantizer, passes, written) in formats.items():
             for name, (make, read, wide) in producers.items():
@@ -184,7 +255,7 @@ def measure(
     count = max(2, -(-L2_BYTES * 3 // (rows * cols * 2)))
     made: dict[int, list[Tensor]] = {}
     results = []
-    for case in (*quantize_cases(), *producer_cases(), *compiled_cases()):
+    for case in (*quantize_cases(), *other_cases(), *producer_cases(), *compiled_cases()):
         if not wanted(case.name):
             continue
         width = 2 * cols if case.wide else cols
@@ -192,11 +263,12 @@ def measure(
             made[width] = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
         kept: list[object] = [None] * count  # the results: each call writes to other memory than the last ones
 
-        def call(i: int, x: Tensor, case: Case = case, kept: list[object] = kept) -> None:
+        def call(i: int, x: Any, case: Case = case, kept: list[object] = kept) -> None:
             kept[i] = case.call(x)
 
-        us = median_us([lambda i=i, x=x, c=call: c(i, x) for i, x in enumerate(made[width])], repeats)
-        del kept, call
+        operands = [x if case.prepare is None else case.prepare(x) for x in made[width]]
+        us = median_us([lambda i=i, x=x, c=call: c(i, x) for i, x in enumerate(operands)], repeats)
+        del kept, call, operands
         limit = case.bytes * rows * cols / bandwidth
         result = {"kernel": case.name, "shape": [rows, cols], "us": us, "limit_us": limit, "fraction": limit / us}
         print(f"{rows}x{cols:<6} {case.name:<42} {us:8.1f} us   limit {limit:7.1f} us   {100 * limit / us:5.1f} %")

@@ -25,18 +25,42 @@ def origin(report: dict[str, Any]) -> str:
     return f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}."
 
 
+PLANES = ("row", "column", "row+column")
+
+
 def kernels(report: dict[str, Any]) -> str:
-    """Each kernel at the largest shape that all of them were measured at."""
+    """Each kernel at the largest shape that all of them were measured at, the planes that it writes side by side."""
     shape = max((tuple(row["shape"]) for row in report["results"]), key=lambda s: (s == (16384, 8192), s))
-    rows = [
-        [row["kernel"], f"{row['us']:.0f}", f"{row['limit_us']:.0f}", f"{100 * row['fraction']:.0f} %"]
-        for row in report["results"]
-        if tuple(row["shape"]) == shape and "limit_us" in row
-    ]
-    text = markdown(["kernel", "us", "limit us", "of the copy bandwidth"], rows)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["results"]:
+        if tuple(row["shape"]) != shape or "limit_us" not in row:
+            continue
+        name, _, plane = row["kernel"].rpartition(", ")
+        if plane in PLANES:
+            found.setdefault(name, {})[plane] = row
+        else:  # it writes no planes
+            found[row["kernel"]] = {PLANES[0]: row}
+    plain = {name: rows for name, rows in found.items() if " + " not in name or name.startswith("torch.compile")}
+
+    def cell(row: dict[str, Any] | None) -> str:
+        return f"{row['us']:.0f} ({100 * row['fraction']:.0f} %)" if row else ""
+
+    first = [[name, *(cell(rows.get(plane)) for plane in PLANES)] for name, rows in plain.items()]
+    fused = {name.rpartition(" + ")[::2]: rows for name, rows in found.items() if name not in plain}
+    formats = list(dict.fromkeys(format for _, format in fused))
+
+    def shares(producer: str, format: str) -> str:
+        rows = fused[producer, format]
+        return " / ".join(f"{100 * rows[plane]['fraction']:.0f}" for plane in (PLANES[0], PLANES[2]))
+
+    producers = dict.fromkeys(producer for producer, _ in fused)
+    second = [[producer, *(shares(producer, format) for format in formats)] for producer in producers]
     return (
-        f"{shape[0]} x {shape[1]} bf16; the limit is the bytes that must move at the copy bandwidth of the same run, "
-        f"{report['copy_bandwidth_tb_s']:.2f} TB/s. {origin(report)}\n\n{text}"
+        f"Microseconds for {shape[0]} x {shape[1]} bf16, and in parentheses the share of the copy bandwidth of the "
+        f"same run, {report['copy_bandwidth_tb_s']:.2f} TB/s, at which the bytes move that have to (a first pass for "
+        f"the amax included, where there is one). {origin(report)}\n\n{markdown(['kernel', *PLANES], first)}\n\n"
+        "What a norm or an activation makes, quantized without a pass of its own: the same share in percent, of the "
+        f"row plane alone / of both.\n\n{markdown(['made by', *formats], second)}"
     )
 
 
