@@ -50,7 +50,9 @@ def trains_exactly(rank: int, world: int, device: str) -> None:
         layer = linear("linear", 128, 128, RECIPES[recipe], device)
         twin = parallel_twin(layer, tp_mesh(world, device), "column", sequence_parallel=True)
         x, target = sample(64, 128, device, 1), sample(64, 128, device, 2)
-        pairs = ((layer, x, target), (twin, part(x, 0, rank, world), part(target, 1, rank, world)))
+        pairs = [(twin, part(x, 0, rank, world), part(target, 1, rank, world))]
+        if rank == 0:  # one process is enough for the whole: the others are given what became of it
+            pairs.append((layer, x, target))
         for module, inp, wanted in pairs:
             optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
             for _ in range(100):
@@ -58,6 +60,7 @@ def trains_exactly(rank: int, world: int, device: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         for name in ("weight", "bias"):
+            dist.broadcast(getattr(layer, name).detach(), 0)
             mine, whole = local(getattr(twin, name)), part(getattr(layer, name), 0, rank, world)
             if device == "cpu":
                 assert torch.equal(mine, whole), (recipe, name)
@@ -89,18 +92,22 @@ def losses(model: nn.Module, device: str, steps: int, group: Any) -> list[float]
     return seen
 
 
-def model_trains(rank: int, world: int, device: str, recipe: str) -> tuple[list[float], list[float]]:
+def model_trains(rank: int, world: int, device: str, recipe: str) -> tuple[list[float] | None, list[float]]:
+    """What the first rank gets alone, and what the ranks get together."""
     torch.manual_seed(0)
     one = SmallModel(RECIPES[recipe], device)
     twin = parallelize(copy.deepcopy(one), tp_mesh(world, device), PLAN, sequence_parallel=True)
-    return losses(one, device, 100, None), losses(twin, device, 100, tp_mesh(world, device))
+    together = losses(twin, device, 100, tp_mesh(world, device))
+    return losses(one, device, 100, None) if rank == 0 else None, together
 
 
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])
 def test_two_ranks_train_like_one(rank_pools: Pools, device: str, recipe: str) -> None:
     """bf16 sums over ranks are rounded once more, 2**-9 relative, in every layer: the losses part slowly. Over 100
     steps of a model that learns, that is less than 3 % of the first loss at each step, and 1 % on average."""
-    for one, two in rank_pools(2).run(model_trains, device, recipe):
+    results = rank_pools(2).run(model_trains, device, recipe)
+    one = results[0][0]
+    for _, two in results:
         assert two[-1] < 0.5 * two[0], "it learns"
         assert abs(one[0] - two[0]) < 1e-2, "the same start"
         gaps = [abs(a - b) for a, b in zip(one, two, strict=True)]

@@ -97,7 +97,7 @@ def test_torchrun_restarts_a_killed_rank_from_the_last_whole_checkpoint(tmp_path
     wait_for_step(tmp_path, 7, process)
     os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
     code, out, errors = finish(process)
-    assert code == 0, (out, errors)
+    assert code == 0, f"{out}\n{errors}"
     resumed = [e["step"] for e in read_metrics(tmp_path) if e["event"] == "resume"]
     assert len(resumed) == 1 and resumed[0] >= 5 and resumed[0] % 5 == 0
     assert list(losses(tmp_path)) == list(range(1, 21)) and "te-dist train: done, step 20" in out

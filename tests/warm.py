@@ -1,6 +1,7 @@
 """What the ranks of the tests start with: they are forked from a process that has imported this. Importing torch and
 te_dist, and compiling for the first time, would take each of them seconds."""
 
+import gc
 import os
 
 import torch
@@ -13,4 +14,6 @@ torch.set_num_threads(1)
 weight = torch.ones(4, 4, requires_grad=True)
 torch.compile(lambda x: torch.nn.functional.silu(x @ weight), fullgraph=True, backend="aot_eager")(torch.ones(2, 4))
 torch._dynamo.reset()
+gc.collect()
+gc.freeze()  # what is here stays: no rank's garbage collector need look through it again
 assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
