@@ -7,12 +7,16 @@ TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo 'torch>=2.1
 BIN := $(VENV)/bin
 KERNEL_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test typecheck lint unit blackwell sanitize doctor clean
+.PHONY: demo test checks typecheck lint unit blackwell sanitize doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/te-dist demo
 
-test: lint typecheck blackwell unit
+test: lint checks unit
+
+# Side by side: mypy is one process, and so is the end of many a compilation.
+checks: $(VENV)/.installed
+	@$(MAKE) --no-print-directory -j 2 typecheck blackwell
 
 unit: $(VENV)/.installed
 	# One thread each: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
@@ -28,7 +32,7 @@ blackwell: $(VENV)/.installed
 	  if nvcc --help | grep -q Ofast-compile; then quick=--Ofast-compile=max; fi; \
 	  cmake -S csrc -B build/sm100 -DTE_DIST_CUDA_ARCHS=100a -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 	    -DCMAKE_CUDA_FLAGS="$$quick" >/dev/null \
-	  && cmake --build build/sm100 --target ted_cuda -j 2 >/dev/null && echo "sm_100a: the CUDA kernels compile"; \
+	  && MAKEFLAGS= cmake --build build/sm100 --target ted_cuda -j 2 >/dev/null && echo "sm_100a: the CUDA kernels compile"; \
 	else echo "no nvcc or cmake here: the CUDA kernels are not compiled for sm_100a"; fi
 
 lint: $(VENV)/.installed
