@@ -10,10 +10,6 @@
 namespace te_dist {
 namespace cuda {
 
-constexpr bool is_rectifier(Activation kind) {
-  return kind == Activation::kRelu || kind == Activation::kSquaredRelu;
-}
-
 inline bool has_fast_activation(Activation kind) {
   return is_rectifier(kind) || device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9;
 }

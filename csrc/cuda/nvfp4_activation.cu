@@ -55,9 +55,8 @@ bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Pla
       options.rng != nullptr || !aligned(out.row_scale, 8)) {
     return false;
   }
-  const Made made = made_of(x, false);
-  const bool whole = nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole();
-  return way_of(made, whole) == Way::kActivation || is_rectified(made, whole);
+  const Way way = way_of(made_of(x, false), nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole());
+  return way == Way::kActivation || way == Way::kRectified;
 }
 
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
@@ -67,7 +66,7 @@ void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& 
     launch_way<kWay>("nvfp4_activation_kernel", nvfp4_activation_kernel<kWay>, 0, x, noop, lane,
                      nv_row_plane<bf16_t>(like, out, nullptr), parts, noop);
   };
-  is_rectified(x, true) ? start(WayTag<Way::kRectified>{}) : start(WayTag<Way::kStreamed>{});
+  is_rectifier(x.activation) ? start(WayTag<Way::kRectified>{}) : start(WayTag<Way::kStreamed>{});
 }
 
 }  // namespace cuda

@@ -7,145 +7,10 @@
 // that consist of whole tiles: few instructions, and no registers for edges.
 #pragma once
 
-#include <type_traits>
-
-#include "activation_table.cuh"
-#include "made_sums.cuh"
-#include "tile_stream.cuh"
+#include "ways.cuh"
 
 namespace te_dist {
 namespace cuda {
-
-enum class Way {
-  kNone,
-  kNorm,        // or a matrix in memory
-  kWholeNorm,   // the same of whole tiles, as all that follow
-  kActivation,  // not gated
-  kStreamed,    // the same, with the next tile on its way to shared memory
-  kRectified,   // ReLU or its square, not gated, streamed as well
-  kGated,       // an activation
-  kSlope,       // GELU's gradient, not gated
-  kPaired,      // SwiGLU's gradient, two tiles at a time
-};
-
-template <Way kWay>
-struct WayTag {
-  static constexpr Way value = kWay;
-};
-
-struct PatchConfig {
-  static constexpr int kThreads = TileConfig::kThreads;
-  static constexpr int kSlot = kThreads * TileConfig::kPatch;  // vectors of one more operand
-  static constexpr int kSlotBytes = kSlot * 16;
-};
-
-// In the place of a table: these need none.
-struct Rectifier {
-  static constexpr int kBytes = 0;
-  bool squares;
-
-  static __device__ __forceinline__ Rectifier fill(float*, Activation kind) {
-    return Rectifier{kind == Activation::kSquaredRelu};
-  }
-  __device__ __forceinline__ float of(float x) const {
-    return squares ? activate<Activation::kSquaredRelu>(x).value : activate<Activation::kRelu>(x).value;
-  }
-};
-
-template <Way kWay>
-struct WayConfig {
-  static constexpr bool kTabled = kWay != Way::kNorm && kWay != Way::kWholeNorm;
-  static constexpr bool kWhole = kWay != Way::kNorm;
-  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified;
-  static constexpr bool kSums = kWay != Way::kActivation && !kStreamed && kWay != Way::kGated;
-  // Operands besides the first one.
-  static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kWay == Way::kSlope ? 1 : 0;
-  static constexpr int kBlocksPerSm = 4 - kSlots - (kStreamed ? 1 : 0);
-  using Table = std::conditional_t<kWay == Way::kRectified, Rectifier, SigmoidTable<(kSlots > 0)>>;
-  static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
-  // GELU's gradient has registers enough, and is up to 7 % slower with the near one.
-  using Place = std::conditional_t<kWay == Way::kSlope, TilePlace, NearPlace>;
-  static constexpr int kWorkOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
-};
-
-// ---------------------------------------------------------------------------------------------- launch
-// The way to make x; kNone: source.cuh's. Small matrices are not worth a table. whole: where planes go, their rows are
-// aligned.
-inline Way way_of(const Made& x, bool whole) {
-  whole = whole && x.is_whole();
-  if (!x.activated()) return whole ? Way::kWholeNorm : Way::kNorm;
-  if (!whole || x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
-  const bool silu = x.activation == Activation::kSilu;
-  const bool gelu = x.activation == Activation::kGelu;
-  if (x.kind == Produce::kActivationGrad) {
-    return x.gated ? (silu ? Way::kPaired : Way::kNone) : (gelu ? Way::kSlope : Way::kNone);
-  }
-  if (x.partials != nullptr || !(silu || gelu || x.activation == Activation::kQuickGelu)) return Way::kNone;
-  return x.gated ? Way::kGated : Way::kActivation;
-}
-
-// Whether Way::kRectified makes x. Not way_of's: few kernels gain by it.
-inline bool is_rectified(const Made& x, bool whole) {
-  const bool relu = x.activation == Activation::kRelu || x.activation == Activation::kSquaredRelu;
-  return relu && x.kind == Produce::kActivation && !x.gated && !x.biased && x.partials == nullptr && whole &&
-         x.is_whole() && x.pieces >= 4u * static_cast<unsigned>(multiprocessors());
-}
-
-// stage_bytes: what the consumer of tiles uses of the work area behind the table. noop: the kernel's.
-template <Way kWay, typename... Parameters, typename... Arguments>
-void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes, const Made& x, const float* noop,
-                Lane lane, const Arguments&... arguments) {
-  using Config = WayConfig<kWay>;
-  const int least = Config::kSlots * PatchConfig::kSlotBytes;
-  const int sums = x.partials != nullptr ? static_cast<int>(sizeof(GroupSums)) : 0;
-  const int bytes = Config::kWorkOffset + static_cast<int>(larger(least, larger(stage_bytes, sums)));
-  if (Config::kTabled) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-               "shared memory for a table");
-  }
-  const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
-  const int blocks = grid_size(smaller(x.pieces, most));
-  if (x.order.ordered) {
-    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, nullptr, nullptr}, noop, lane);
-    return launch_close(name, kernel, blocks, PatchConfig::kThreads, bytes, lane, x, arguments...);
-  }
-  kernel<<<blocks, PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
-  check_launch(name);
-}
-
-// start(way, format), as tags, for the way to make x in this format; false: source.cuh's. Results of activations are
-// E4M3, but for rare recipes; gradients and what is summed up are both.
-template <typename Start>
-bool start_way(Way way, Fp8 format, const Start& start) {
-  const auto go = [&](auto tag) {
-    constexpr Way kWay = decltype(tag)::value;
-    if (format == Fp8::kE4M3) {
-      start(tag, Tag<E4M3>{});
-      return true;
-    }
-    if constexpr (kWay == Way::kActivation || kWay == Way::kGated) {
-      return false;
-    } else {
-      start(tag, Tag<E5M2>{});
-      return true;
-    }
-  };
-  switch (way) {
-    case Way::kNorm: return go(WayTag<Way::kNorm>{});
-    case Way::kWholeNorm: return go(WayTag<Way::kWholeNorm>{});
-    case Way::kActivation: return go(WayTag<Way::kActivation>{});
-    case Way::kGated: return go(WayTag<Way::kGated>{});
-    case Way::kSlope: return go(WayTag<Way::kSlope>{});
-    case Way::kPaired: return go(WayTag<Way::kPaired>{});
-    default: return false;
-  }
-}
-
-// The work area in a block's dynamic shared memory.
-template <Way kWay>
-__device__ __forceinline__ void* work_area(float* memory) {
-  return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kWorkOffset;
-}
 
 // ---------------------------------------------------------------------------------------------- patches
 // The patch at (row, col) of an operand; what lies outside of the matrix is zero. last: statistics have read it.
@@ -255,27 +120,23 @@ __device__ __forceinline__ float2 values_of(uint32_t word) {
   return make_float2(Words<bf16_t>::element(word, 0), Words<bf16_t>::element(word, 1));
 }
 
+template <bool kExact>
+__device__ __forceinline__ uint32_t activated(const SigmoidTable<kExact>& table, uint32_t word) {
+  const float2 x = values_of(word);
+  const float2 sigma = table.look_up(word);
+  return pack_bf16(x.x * sigma.x, x.y * sigma.y);
+}
+__device__ __forceinline__ uint32_t activated(const Rectifier& rectifier, uint32_t word) {
+  const float2 x = values_of(word);
+  return pack_bf16(rectifier.of(x.x), rectifier.of(x.y));
+}
+
 template <typename Table>
 __device__ __forceinline__ void make_activation(const Table& table, Patch<bf16_t>& patch) {
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 x = values_of(patch.word[i][w]);
-      const float2 sigma = table.look_up(patch.word[i][w]);
-      patch.word[i][w] = pack_bf16(x.x * sigma.x, x.y * sigma.y);
-    }
-  }
-}
-
-__device__ __forceinline__ void make_activation(const Rectifier& rectifier, Patch<bf16_t>& patch) {
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 x = values_of(patch.word[i][w]);
-      patch.word[i][w] = pack_bf16(rectifier.of(x.x), rectifier.of(x.y));
-    }
+    for (int w = 0; w < 4; ++w) patch.word[i][w] = activated(table, patch.word[i][w]);
   }
 }
 

@@ -9,6 +9,11 @@ namespace te_dist {
 // The codes that cross the Python boundary (te_dist/producers.py holds the same numbers).
 enum class Activation : int { kGelu = 0, kQuickGelu = 1, kRelu = 2, kSquaredRelu = 3, kSilu = 4 };
 
+// The others are their argument times a sigmoid.
+TED_FN constexpr bool is_rectifier(Activation kind) {
+  return kind == Activation::kRelu || kind == Activation::kSquaredRelu;
+}
+
 // 1 / x, rounded correctly, for x in [1, 2^126): what a division compiles to without the branch for the rest.
 TED_FN float reciprocal_above_one(float x) {
 #if defined(__CUDA_ARCH__)

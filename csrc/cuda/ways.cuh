@@ -1,0 +1,127 @@
+// The ways in which patch_source.cuh makes tiles: what each has in shared memory, which one takes a matrix, and how its
+// kernels start.
+#pragma once
+
+#include <type_traits>
+
+#include "activation_table.cuh"
+#include "made_sums.cuh"
+#include "tile_stream.cuh"
+
+namespace te_dist {
+namespace cuda {
+
+enum class Way {
+  kNone,
+  kNorm,        // or a matrix in memory
+  kWholeNorm,   // the same of whole tiles, as all that follow
+  kActivation,  // not gated
+  kStreamed,    // the same, with the next tile on its way to shared memory
+  kRectified,   // ReLU or its square, not gated, streamed as well; start_way leaves it to those who gain by it
+  kGated,       // an activation
+  kSlope,       // GELU's gradient, not gated
+  kPaired,      // SwiGLU's gradient, two tiles at a time
+};
+
+template <Way kWay>
+struct WayTag {
+  static constexpr Way value = kWay;
+};
+
+struct PatchConfig {
+  static constexpr int kThreads = TileConfig::kThreads;
+  static constexpr int kSlot = kThreads * TileConfig::kPatch;  // vectors of one more operand
+  static constexpr int kSlotBytes = kSlot * 16;
+};
+
+template <Way kWay>
+struct WayConfig {
+  static constexpr bool kTabled = kWay != Way::kNorm && kWay != Way::kWholeNorm;
+  static constexpr bool kWhole = kWay != Way::kNorm;
+  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified;
+  static constexpr bool kSums = kWay != Way::kActivation && !kStreamed && kWay != Way::kGated;
+  // Operands besides the first one.
+  static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kWay == Way::kSlope ? 1 : 0;
+  static constexpr int kBlocksPerSm = 4 - kSlots - (kStreamed ? 1 : 0);
+  using Table = std::conditional_t<kWay == Way::kRectified, Rectifier, SigmoidTable<(kSlots > 0)>>;
+  static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
+  // GELU's gradient has registers enough, and is up to 7 % slower with the near one.
+  using Place = std::conditional_t<kWay == Way::kSlope, TilePlace, NearPlace>;
+  static constexpr int kWorkOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
+};
+
+// ---------------------------------------------------------------------------------------------- launch
+// The way to make x; kNone: source.cuh's. Small matrices are not worth a table. whole: where planes go, their rows are
+// aligned.
+inline Way way_of(const Made& x, bool whole) {
+  whole = whole && x.is_whole();
+  if (!x.activated()) return whole ? Way::kWholeNorm : Way::kNorm;
+  if (!whole || x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
+  const bool silu = x.activation == Activation::kSilu;
+  const bool gelu = x.activation == Activation::kGelu;
+  if (x.kind == Produce::kActivationGrad) {
+    return x.gated ? (silu ? Way::kPaired : Way::kNone) : (gelu ? Way::kSlope : Way::kNone);
+  }
+  if (x.partials != nullptr) return Way::kNone;
+  if (is_rectifier(x.activation)) return x.gated ? Way::kNone : Way::kRectified;
+  return x.gated ? Way::kGated : Way::kActivation;
+}
+
+// stage_bytes: what the consumer of tiles uses of the work area behind the table. noop: the kernel's.
+template <Way kWay, typename... Parameters, typename... Arguments>
+void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes, const Made& x, const float* noop,
+                Lane lane, const Arguments&... arguments) {
+  using Config = WayConfig<kWay>;
+  const int least = Config::kSlots * PatchConfig::kSlotBytes;
+  const int sums = x.partials != nullptr ? static_cast<int>(sizeof(GroupSums)) : 0;
+  const int bytes = Config::kWorkOffset + static_cast<int>(larger(least, larger(stage_bytes, sums)));
+  if (Config::kTabled) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "shared memory for a table");
+  }
+  const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
+  const int blocks = grid_size(smaller(x.pieces, most));
+  if (x.order.ordered) {
+    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, nullptr, nullptr}, noop, lane);
+    return launch_close(name, kernel, blocks, PatchConfig::kThreads, bytes, lane, x, arguments...);
+  }
+  kernel<<<blocks, PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);
+  check_launch(name);
+}
+
+// start(way, format), as tags, for the way to make x in this format; false: source.cuh's. Results of activations are
+// E4M3, but for rare recipes; gradients and what is summed up are both.
+template <typename Start>
+bool start_way(Way way, Fp8 format, const Start& start) {
+  const auto go = [&](auto tag) {
+    constexpr Way kWay = decltype(tag)::value;
+    if (format == Fp8::kE4M3) {
+      start(tag, Tag<E4M3>{});
+      return true;
+    }
+    if constexpr (kWay == Way::kActivation || kWay == Way::kGated) {
+      return false;
+    } else {
+      start(tag, Tag<E5M2>{});
+      return true;
+    }
+  };
+  switch (way) {
+    case Way::kNorm: return go(WayTag<Way::kNorm>{});
+    case Way::kWholeNorm: return go(WayTag<Way::kWholeNorm>{});
+    case Way::kActivation: return go(WayTag<Way::kActivation>{});
+    case Way::kGated: return go(WayTag<Way::kGated>{});
+    case Way::kSlope: return go(WayTag<Way::kSlope>{});
+    case Way::kPaired: return go(WayTag<Way::kPaired>{});
+    default: return false;
+  }
+}
+
+// The work area in a block's dynamic shared memory.
+template <Way kWay>
+__device__ __forceinline__ void* work_area(float* memory) {
+  return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kWorkOffset;
+}
+
+}  // namespace cuda
+}  // namespace te_dist
