@@ -225,6 +225,31 @@ def test_nvfp4_under_any_amax(codes: str, device: str) -> None:
     assert (True, True) in kinds
 
 
+def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
+    """Random codes of values whose float sum with some share of a byte is rounded up to 0.5: pack_at_random's nudge.
+    They are rare, so that amaxes are looked for under which there are any."""
+    small = ((1 + torch.arange(128) / 128) * 2.0 ** torch.arange(-8, -4)[:, None]).flatten()
+    amaxes = 8 + torch.arange(1 << 13) / 1024
+    encode, decode = reference.nvfp4_global(amaxes)
+    scale = (encode * torch.tensor(1 / 6)).to(torch.float8_e4m3fn).float()  # of blocks with an amax of 1
+    scaled = small * (1 / (scale * decode))[:, None]
+    below = (scaled.double() * 512).ceil() / 512 - scaled.double()
+    found = ((below > 0) & (below <= 2.0**-26) & (scaled < 0.25)).nonzero()
+    assert len(found) > 4
+    for which, value in found[:4].tolist():
+        x = torch.full((128, 256), small[value].item(), dtype=torch.bfloat16)
+        x[torch.arange(128)[:, None] % 16 == torch.arange(256) % 16] = 1.0  # one in every block, of either plane
+        with te_dist.use_backend("reference"):
+            expected = nvfp4_under(amaxes[which].item(), x, "random", "cpu")
+        for mine, theirs in zip(nvfp4_under(amaxes[which].item(), x, "random", device), expected, strict=True):
+            assert_same_bytes(mine, theirs, f"{small[value]} under {amaxes[which]}")
+        # What is cut off without a nudge: some byte makes the difference.
+        bits = bits_as_halves(scaled[which, value])
+        bytes_of_all = torch.arange(256).float()
+        codes = reference.encode_e2m1_stochastic(scaled[which, value].expand(256), bytes_of_all)
+        assert not torch.equal((bits + 2 * torch.arange(256)) // 512, codes.int())
+
+
 @pytest.mark.parametrize("codes", ["plain", "rht", "squares"])
 def test_nvfp4_ties_under_amaxes_of_all_mantissas(codes: str, device: str) -> None:
     """Whether a block's values can meet ties depends on how the amax's mantissa divides 2688 times the scale's."""
