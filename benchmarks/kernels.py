@@ -167,10 +167,11 @@ def producer_cases() -> Iterator[Case]:
     def activation(name: str, bias: bool = False) -> Callable[[Tensor], Producer]:
         return lambda x: ActivationOutput(x, name, ones(x.shape[1], dtype=torch.bfloat16) if bias else None)
 
-    def gradient(name: str, sums: bool = False) -> Callable[[Tensor], Producer]:
+    def gradient(name: str, sums: bool = False, bias: bool = False) -> Callable[[Tensor], Producer]:
         def make(x: Tensor) -> Producer:
             gated = name in GATED_ACTIVATIONS
-            made = ActivationGradient(grad(x.shape[0], x.shape[1] // 2 if gated else x.shape[1]), x, name)
+            dy = grad(x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
+            made = ActivationGradient(dy, x, name, ones(x.shape[1], dtype=torch.bfloat16) if bias else None)
             return with_sums(made) if sums else made
 
         return make
@@ -181,8 +182,10 @@ def producer_cases() -> Iterator[Case]:
         **{name: (activation(name), 2, False) for name in ("silu", "gelu", "qgelu", "relu", "srelu")},
         "gelu with bias": (activation("gelu", bias=True), 2, False),
         **{name: (activation(name), 4, True) for name in ("swiglu", "geglu", "reglu")},
+        "swiglu with bias": (activation("swiglu", bias=True), 4, True),
         **{f"d{name}": (gradient(name), 4, False) for name in ("gelu", "silu", "relu")},
         **{f"d{name}": (gradient(name), 3, False) for name in ("swiglu", "geglu")},
+        "dgelu with bias": (gradient("gelu", bias=True), 4, False),
         "dgelu and bias gradient": (gradient("gelu", sums=True), 4, False),
         "dswiglu and bias gradient": (gradient("swiglu", sums=True), 3, False),
         "column sums": (lambda x: with_sums(Plain(x)), 2, False),
@@ -285,6 +288,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here, and these are figures of GPU kernels")
+    if not getattr(kernels.extension, "has_cuda", False):
+        parser.error("te_dist was built without its CUDA kernels: this would time the reference")
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(options.repeats)
     device = torch.cuda.get_device_name()

@@ -292,7 +292,10 @@ TABLED: dict[str, Callable[[Tensor], Producer]] = {
         for name in ("swiglu", "geglu", "qgeglu")
     },
     "dgelu": lambda x: ActivationGradient(x.flip(0), x, "gelu"),
-    "dswiglu": lambda x: ActivationGradient(x.flip(0), torch.cat([x, x.flip(1)], 1), "swiglu"),
+    **{
+        f"d{name}": lambda x, n=name: ActivationGradient(x.flip(0), torch.cat([x, x.flip(1)], 1), n)
+        for name in ("swiglu", "geglu")
+    },
 }
 
 
@@ -311,6 +314,21 @@ def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
     if name.startswith("d"):
         for format in ("delayed_e4m3", "block_1d", "mxfp8_e4m3"):
             check_quantized(TABLED[name], finite, format, columnwise, sums=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_approximations_round_to_the_same_bits(name: str) -> None:
+    """With a bias, arguments are floats, and one in a thousand results lies so near to the middle between two bf16
+    values that an approximation could round to the other one."""
+    generator = torch.Generator().manual_seed(6)
+    for size in (1.0, 6.0, 40.0):
+        x = torch.randn(2304, 4096, generator=generator).mul_(size).bfloat16()
+        bias = torch.randn(4096, generator=generator).mul_(size)
+        theirs = kernels.materialize(ActivationOutput(x, name, bias))
+        mine = kernels.materialize(ActivationOutput(x.cuda(), name, bias.cuda()))
+        assert_same_bytes(mine.cpu(), theirs, f"{name} of {size}")
 
 
 @pytest.mark.cuda
@@ -399,7 +417,7 @@ def test_rows_that_are_not_there_have_no_amax(device: str, rows: int, cols: int)
 
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
 def test_magnitudes_of_activations_rise_and_fall_in_stretches(name: str) -> None:
-    """What the CUDA amax of an activation relies on; the troughs are those of csrc/cuda/amax_activation.cu."""
+    """What the CUDA amax of an activation relies on; the troughs are those of csrc/cuda/stretches.cuh."""
     trough = {"silu": 0xBFA8, "gelu": 0xBF4E}.get(name, 0xBF43)
     bits = EVERY_BF16.view(torch.int16).int() & 0xFFFF
     made = reference_producers.activation_output(EVERY_BF16.view(256, 256), name, False, None).flatten().float().abs()
@@ -445,6 +463,34 @@ def test_amax_of_an_activation(device: str, name: str) -> None:
         wide[:, : x.shape[1]] = x
         kernels.amax(ActivationOutput(wide.to(device)[:, : x.shape[1]], name), actual, accumulate=True)
         assert_same_bytes(actual.cpu(), expected, f"{name}, strided")
+
+
+@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
+def test_amax_of_an_activation_with_a_bias(device: str, name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    columns = 296  # more than a warp takes at once
+    samples: list[tuple[Tensor, Tensor]] = []
+    for low, high in ((-2, -0.5), (-1, 0), (-300, -80), (-1e-3, 1e-3), (-0.8, 0.5), (-20, 0.1), (-3e38, -1e36), (0, 9)):
+        x = torch.empty(9, columns).uniform_(low, high, generator=generator).bfloat16()
+        for size in (0.0, 0.01, 1.0, 1e4, 1e38):
+            samples.append((x, torch.randn(columns, generator=generator) * size))
+            samples.append((x, -samples[-1][1].abs()))
+    for value in (float("-inf"), float("inf"), float("nan")):
+        for where in (0, 8 * columns + 295):
+            poisoned = samples[0][0].clone()
+            poisoned.view(-1)[where] = value
+            samples.append((poisoned, samples[1][1]))
+        bias = samples[2][1].clone()
+        bias[290] = value
+        samples.append((samples[0][0], bias))
+    for x, bias in samples:
+        made = reference_producers.activation_output(x, name, False, bias)
+        expected = torch.zeros(1)
+        with te_dist.use_backend("reference"):
+            kernels.amax(made, expected)
+        actual = torch.full((1,), 7.0, device=device)
+        kernels.amax(ActivationOutput(x.to(device), name, bias.to(device)), actual)
+        assert_same_bytes(actual.cpu(), expected, f"{name} of {x.min()} .. {x.max()} + {bias.min()} .. {bias.max()}")
 
 
 @pytest.mark.cuda

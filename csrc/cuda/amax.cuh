@@ -6,6 +6,8 @@
 namespace te_dist {
 namespace cuda {
 
+struct Made;
+
 // Where an amax goes. In place: every block raises it, and who launches them zeroes it before. Or, where a cast
 // follows that takes the largest of them, each block's own into `parts`: a launch less.
 struct AmaxOut {
@@ -35,6 +37,8 @@ inline bool goes_up_and_down(const Source& x) {
   return x.kind == Produce::kActivation && !x.gated && x.bias.data == nullptr;
 }
 int launch_amax_activation(const Source& x, const AmaxOut& out, const float* noop, Lane lane);
+// Those with a bias.
+int launch_amax_biased(const Made& x, const AmaxOut& out, const float* noop, Lane lane);
 
 // `word` of raw magnitudes and 16 bytes of elements.
 template <typename T>

@@ -39,6 +39,8 @@ int launch_amax_made(const Source& x, const AmaxOut& out, bool accumulate, const
   int blocks = 0;
   if (goes_up_and_down(x)) {
     blocks = launch_amax_activation(x, to, noop, lane);
+  } else if (x.kind == Produce::kActivation && !x.gated) {
+    blocks = launch_amax_biased(made, to, noop, lane);
   } else if (norm) {
     blocks = launch_amax_norm(made, x.make_stats, to, noop, lane);
   } else {

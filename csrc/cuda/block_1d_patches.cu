@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   extern __shared__ __align__(16) float memory[];
   __shared__ ColumnExchange<bf16_t> exchange;
   if (is_noop(out.noop)) return;
-  const bool shares = out.col_data.data != nullptr || x.partials != nullptr;
+  const bool shares = out.col_data.data != nullptr;
   const auto quantize = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
     auto& stage = *static_cast<ByteStage*>(work_area<kWay>(memory));
     if constexpr (WayConfig<kWay>::kWhole) {
@@ -30,7 +30,8 @@ bool launch_block_1d_patches(const Made& x, Fp8 format, const BlockOutput& out, 
   return start_way(way_of(x, out.whole), format, [&](auto way, auto values) {
     constexpr Way kWay = decltype(way)::value;
     const auto kernel = block_1d_patches_kernel<TypeOf<decltype(values)>, kWay>;
-    launch_way<kWay>("block_1d_patches_kernel", kernel, sizeof(ByteStage), x, out.noop, lane, out);
+    const int stage = out.col_data.data != nullptr ? sizeof(ByteStage) : 0;
+    launch_way<kWay>("block_1d_patches_kernel", kernel, stage, x, out.noop, lane, out);
   });
 }
 

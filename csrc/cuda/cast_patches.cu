@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     write_tile<bf16_t, F, WayConfig<kWay>::kWhole>(patch, scale, tile, inside, row_out, col_out,
                                                    *static_cast<ByteStage*>(work_area<kWay>(memory)));
   };
-  const bool shares = col_out.data != nullptr || x.partials != nullptr;
+  const bool shares = col_out.data != nullptr;
   for_each_patch<kWay, SquareTile>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, cast, shares);
   record_amax<bf16_t, PatchConfig::kThreads>(from, word, maxima);
 }
@@ -32,7 +32,8 @@ bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, c
   const auto start = [&](auto way, auto values) {
     constexpr Way kWay = decltype(way)::value;
     const auto kernel = cast_patches_kernel<TypeOf<decltype(values)>, kWay>;
-    launch_way<kWay>("cast_patches_kernel", kernel, sizeof(ByteStage), x, from.noop, lane, row_out, col_out, from);
+    const int stage = col_out.data != nullptr ? sizeof(ByteStage) : 0;
+    launch_way<kWay>("cast_patches_kernel", kernel, stage, x, from.noop, lane, row_out, col_out, from);
   };
   if (wanted == Way::kRectified) {
     dispatch_fp8(format, [&](auto values) { start(WayTag<Way::kRectified>{}, values); });

@@ -29,7 +29,7 @@ bool start(const Made& x, const MxOutput& out, Lane lane) {
   return true;
 }
 
-// In wide tiles where they fit; column sums need square ones.
+// In wide tiles where they fit; column sums, which norms may have, need square ones.
 template <typename F, Way kWay>
 bool start_whole(const Made& x, const MxOutput& out, Lane lane) {
   const bool wide = x.partials == nullptr && x.cols % MxWide::kCols == 0;
@@ -47,6 +47,7 @@ bool launch_mxfp8_patches(const Made& x, Fp8 format, const MxOutput& out, Lane l
     case Way::kActivation: return e4m3 && start_whole<E4M3, Way::kStreamed>(x, out, lane);
     case Way::kGated: return e4m3 && start_whole<E4M3, Way::kGated>(x, out, lane);
     case Way::kSlope:
+      if (x.partials != nullptr) return false;  // in square tiles, source.cuh is faster
       return e4m3 ? start_whole<E4M3, Way::kSlope>(x, out, lane) : start_whole<E5M2, Way::kSlope>(x, out, lane);
     default: return false;  // source.cuh is faster
   }

@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     store_patch(x, patch, tile, out.written);
     maxima.add(patch);
   };
-  const bool shares = x.partials != nullptr;
-  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, take, shares);
+  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, take, false);
   maxima.give(out);
 }
 

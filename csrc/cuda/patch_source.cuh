@@ -163,8 +163,9 @@ __device__ __forceinline__ float gelu_gradient(float x, float sigma, float grad)
   return grad * (sigma * fused_multiply_add(sigmoid_slope(Activation::kGelu, x), 1.0f - sigma, 1.0f));
 }
 
-// SwiGLU's gradients: of its first factor in the patch, of its second one in that one's place in shared memory.
-template <typename Table>
+// A gated activation's gradients: of its first factor in the patch, of its second one in that one's place in shared
+// memory.
+template <Activation kKind, typename Table>
 __device__ __forceinline__ void make_pair(const Table& table, const uint4* grads, uint4* seconds,
                                           Patch<bf16_t>& patch) {
 #pragma unroll
@@ -180,7 +181,7 @@ __device__ __forceinline__ void make_pair(const Table& table, const uint4* grads
       const float2 dy = values_of(grad_words[w]);
       const float2 gate = values_of(words[w]);
       const auto slope = [](float x, float sigma) {
-        return sigma * fused_multiply_add(sigmoid_slope(Activation::kSilu, x), 1.0f - sigma, 1.0f);
+        return sigma * fused_multiply_add(sigmoid_slope(kKind, x), 1.0f - sigma, 1.0f);
       };
       patch.word[i][w] = pack_bf16(dy.x * gate.x * slope(x.x, sigma.x), dy.y * gate.y * slope(x.y, sigma.y));
       words[w] = pack_bf16(dy.x * (x.x * sigma.x), dy.y * (x.y * sigma.y));
@@ -275,15 +276,25 @@ __device__ __forceinline__ NearPlace place_in_band(const BandPiece& piece) {
 
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
 // (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
-// memory. backwards: starts with the last tile, which L2 may still hold. shares: consume uses the work area.
-// kNormColumns: see make_norm.
+// memory. backwards: starts with the last tile, which L2 may still hold. shares: consume uses the work area (launch_way
+// was told of a stage). kNormColumns: see make_norm.
 template <Way kWay, typename Shape, int kNormColumns = 4, typename Consume>
 __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
                                                float* memory, const Consume& consume, bool shares = true) {
+  // Of pairs, the next operands are on their way as soon as there is room for them: two blocks do not hide what they
+  // wait for. Others use the first one's place, if any.
+  const bool early = kWay == Way::kPaired && !shares;
   const auto finish = [&](Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-    if (Shape::kRows == TileConfig::kTile && WayConfig<kWay>::kSums && x.partials != nullptr) {
-      store_column_sums(x, patch, tile, patch_row, patch_col, *static_cast<GroupSums*>(work_area<kWay>(memory)));
-      __syncthreads();
+    if constexpr (Shape::kRows == TileConfig::kTile && kWay == Way::kPaired) {
+      if (x.partials != nullptr) {
+        void* place = early ? sums_area<kWay>(memory) : work_area<kWay>(memory);
+        if (early) __syncthreads();  // until all have read the last tile's
+        store_column_sums(x, patch, tile, patch_row, patch_col, *static_cast<GroupSums*>(place));
+        if (!early) __syncthreads();
+      }
+    } else if constexpr (Shape::kRows == TileConfig::kTile && WayConfig<kWay>::kSums) {
+      __shared__ GroupSums sums;
+      if (x.partials != nullptr) store_column_sums(x, patch, tile, patch_row, patch_col, sums);
     }
     if (!WayConfig<kWay>::kTabled) forget_unpacked(patch);
     consume(patch, tile, inside);
@@ -336,9 +347,6 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     const auto fetch_second = [&](const TilePlace& tile, uint4* to) {
       fetch_patch(x.data + (tile.row + patch_row) * x.stride + tile.col + patch_col + x.cols, x.stride, to);
     };
-    // Of pairs, the next operands are on their way as soon as there is room for them: two blocks do not hide what they
-    // wait for. Others use the first one's place, if any.
-    const bool early = kWay == Way::kPaired && !shares;
     if (kWay == Way::kPaired && cursor.there(walk)) {
       const auto tile = cursor.template place<Shape>(walk);
       if (early) fetch_grad(tile);
@@ -359,7 +367,11 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
       }
       if constexpr (kWay == Way::kSlope) make_of_two(table, mine, patch, gelu_gradient);
-      if constexpr (kWay == Way::kPaired) make_pair(table, mine, mine + PatchConfig::kSlot, patch);
+      if constexpr (kWay == Way::kPaired) {
+        uint4* second = mine + PatchConfig::kSlot;
+        x.activation == Activation::kGelu ? make_pair<Activation::kGelu>(table, mine, second, patch)
+                                          : make_pair<Activation::kSilu>(table, mine, second, patch);
+      }
       TileCursor later = cursor;
       if constexpr (kWay == Way::kPaired) {
         later.next(walk);

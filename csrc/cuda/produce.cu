@@ -4,7 +4,6 @@
 // made for columns c and H + c at once.
 #include "activation.cuh"
 #include "columns.cuh"
-#include "norm_stats.cuh"
 #include "produce.cuh"
 #include "row.cuh"
 #include "tile.cuh"
@@ -20,10 +19,8 @@ struct StatsConfig {
 };
 
 __global__ void __launch_bounds__(StatsConfig::kThreads)
-    norm_stats_kernel(RowView x, int64_t rows, int64_t stride, float eps, float* mean, float* rstd,
-                      const float* noop) {
+    norm_stats_kernel(RowView x, int64_t rows, int64_t stride, float eps, float* mean, float* rstd) {
   __shared__ float scratch[StatsConfig::kTeams * RowTeam::kScratch];
-  if (is_noop(noop)) return;
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
   RowTeam team(scratch, number);
   const RowCount count(x.cols);
@@ -55,6 +52,14 @@ __global__ void __launch_bounds__(StatsConfig::kThreads)
     if (mean != nullptr) mean[row] = centre;
     rstd[row] = result;
   }
+}
+
+// Fills x.mean (where there is one) and x.rstd.
+void launch_norm_stats(const Source& x, Lane lane) {
+  const int64_t blocks = smaller(ceil_div(x.rows, StatsConfig::kTeams), int64_t{32} * multiprocessors());
+  norm_stats_kernel<<<grid_size(blocks), StatsConfig::kThreads, 0, stream_of(lane)>>>(
+      row_view(x.data, x.dtype, x.rows, x.cols, x.stride), x.rows, x.stride, x.eps, x.mean, x.rstd);
+  check_launch("norm_stats_kernel");
 }
 
 // ---------------------------------------------------------------------------------------------- matrices
@@ -191,18 +196,11 @@ ProduceTask task_of(const Source& x, void* out) {
 
 }  // namespace
 
-void launch_norm_stats(const Source& x, const float* noop, Lane lane) {
-  const int64_t blocks = smaller(ceil_div(x.rows, StatsConfig::kTeams), int64_t{32} * multiprocessors());
-  norm_stats_kernel<<<grid_size(blocks), StatsConfig::kThreads, 0, stream_of(lane)>>>(
-      row_view(x.data, x.dtype, x.rows, x.cols, x.stride), x.rows, x.stride, x.eps, x.mean, x.rstd, noop);
-  check_launch("norm_stats_kernel");
-}
-
 void produce(const Source& x, const Output& out, Lane lane) {
   check::made(x, out);
   if (x.rows == 0 || x.cols == 0) return;
   if (check::is_fused(x) && aligned(out.data, 16)) return launch_produce_made(x, out, lane);
-  if (x.make_stats) launch_norm_stats(x, nullptr, lane);
+  if (x.make_stats) launch_norm_stats(x, lane);
   const ProduceTask task = task_of(x, out.data);
   produce_kernel<<<grid_size(tile_count(task.rows, task.cols)), TileConfig::kThreads, 0, stream_of(lane)>>>(task);
   check_launch("produce_kernel");

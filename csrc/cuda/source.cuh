@@ -12,7 +12,7 @@
 // they read and the activation.
 #pragma once
 
-#include "activation.cuh"
+#include "activation_guarded.cuh"
 #include "copy.cuh"
 #include "made_sums.cuh"
 
@@ -62,6 +62,11 @@ struct Cursor {
       : data(x.data + place.row * x.stride + place.col), grad(x.grad), live_rows(place.live_rows) {
     if (x.kind == Produce::kActivationGrad) grad += place.row * x.grad_stride + place.col;
   }
+  __device__ __forceinline__ void skip(const Made& x, int rows) {
+    data += rows * x.stride;
+    grad += rows * x.grad_stride;
+    live_rows -= rows;
+  }
 };
 
 // A thread's ring of operand rows: a row of a patch is the operand, the other factor where gated, and the
@@ -89,7 +94,8 @@ struct OperandRing {
     --cursor.live_rows;
     commit_copies();
   }
-  __device__ __forceinline__ void fill(const Made& x, Cursor& cursor) const {
+  __device__ __forceinline__ void fill(const Made& x, const PatchPlace& place) const {
+    Cursor cursor(x, place);
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i) fetch(x, cursor, i);
   }
@@ -104,15 +110,15 @@ struct MakeTask {
   uint4* made;
   PatchPlace place;
   PatchPlace next;
-  Cursor cursor;
 };
 
 // body(i, operands of row i, where to put the made row) for the rows of a patch.
 template <bool kGated, bool kGrad, typename Body>
-__device__ __forceinline__ void for_each_row(const Made& x, MakeTask& task, const Body& body) {
+__device__ __forceinline__ void for_each_row(const Made& x, const MakeTask& task, const Body& body) {
   const OperandRing<kGated, kGrad> ring{task.ring};
   uint4* made = task.made;
-  Cursor cursor = task.cursor;
+  Cursor cursor(x, task.place);
+  cursor.skip(x, ring.kRows);
 #pragma unroll 1
   for (int i = 0; i < TileConfig::kPatch; ++i) {
     ring.wait();
@@ -121,75 +127,70 @@ __device__ __forceinline__ void for_each_row(const Made& x, MakeTask& task, cons
     if (i == TileConfig::kPatch - ring.kRows) cursor = Cursor(x, task.next);
     ring.fetch(x, cursor, i);
   }
-  task.cursor = cursor;
 }
 
-struct BiasedRow {
+// Biases of a patch's columns.
+template <bool kGated>
+struct PatchBias {
   float first[8];
   float second[8];
+
+  __device__ __forceinline__ PatchBias(const Made& x, int col) {
+    load_vector<true>(x.bias, col, kNoBias, first);
+    if (kGated) load_vector<true>(x.second_bias, col, kNoBias, second);
+  }
+  // A row of the operand, and of the other factor where gated.
+  __device__ __forceinline__ void unpack(const Made& x, const uint4* from, float (&v)[8], float (&other)[8]) const {
+    unpack_eight<bf16_t>(*from, v);
+    if (kGated) unpack_eight<bf16_t>(from[MadeConfig::kThreads], other);
+    if (!x.biased) return;
+    asm volatile("");  // or the compiler adds without a branch, nothing to most
+    add_eight(v, first);
+    if (kGated) add_eight(other, second);
+  }
 };
 
-// Rare, and so kept out of the loops: adds the bias to a row that is there.
-static __device__ __noinline__ BiasedRow add_bias(const Made& x, int col, BiasedRow row) {
-  float bias[8];
-  load_vector<true>(x.bias, col, kNoBias, bias);
-  add_eight(row.first, bias);
-  load_vector<true>(x.second_bias, col, kNoBias, bias);
-  add_eight(row.second, bias);
-  return row;
+// What a bias makes of a row that is not there is nothing.
+__device__ __forceinline__ void clear_unless_there(const Made& x, const MakeTask& task, int i, uint4* made) {
+  if (x.biased && i >= task.place.live_rows) *made = make_uint4(0u, 0u, 0u, 0u);
 }
 
 template <bool kGated>
-__device__ __forceinline__ void unpack_biased(const Made& x, const PatchPlace& place, int i, const uint4* from,
-                                              float (&v)[8], float (&second)[8]) {
-  unpack_eight<bf16_t>(*from, v);
-  if (kGated) unpack_eight<bf16_t>(from[MadeConfig::kThreads], second);
-  if (!x.biased || i >= place.live_rows) return;  // zeros stay zeros
-  BiasedRow row;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    row.first[j] = v[j];
-    row.second[j] = kGated ? second[j] : 0.0f;
-  }
-  row = add_bias(x, place.col, row);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    v[j] = row.first[j];
-    if (kGated) second[j] = row.second[j];
-  }
-}
-
-template <bool kGated>
-__device__ __forceinline__ void make_activation(const Made& x, MakeTask& task) {
+__device__ __forceinline__ void make_activation(const Made& x, const MakeTask& task) {
+  const PatchBias<kGated> bias(x, task.place.col);
   with_activation(x.activation, [&](auto tag) {
     for_each_row<kGated, false>(x, task, [&](int i, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
-      unpack_biased<kGated>(x, task.place, i, from, v, second);
-      activate_eight<decltype(tag)::kind>(v, second, kGated);
-      *to = pack_eight_bf16(v);
+      bias.unpack(x, from, v, second);
+      *to = activated_eight<decltype(tag)::kind, kGated>(v, second);
+      clear_unless_there(x, task, i, to);
     });
   });
 }
 
 template <bool kGated>
-__device__ __forceinline__ void make_gradient(const Made& x, MakeTask& task) {
+__device__ __forceinline__ void make_gradient(const Made& x, const MakeTask& task) {
+  const PatchBias<kGated> bias(x, task.place.col);
   with_activation(x.activation, [&](auto tag) {
     for_each_row<kGated, true>(x, task, [&](int i, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
       float grad[8];
-      unpack_biased<kGated>(x, task.place, i, from, v, second);
+      bias.unpack(x, from, v, second);
       unpack_eight<bf16_t>(from[(kGated ? 2 : 1) * MadeConfig::kThreads], grad);
       differentiate_eight<decltype(tag)::kind>(v, second, grad, kGated);
       *to = pack_eight_bf16(v);
-      if (kGated) to[MadeConfig::kSlot] = pack_eight_bf16(second);
+      clear_unless_there(x, task, i, to);
+      if (!kGated) return;
+      to[MadeConfig::kSlot] = pack_eight_bf16(second);
+      clear_unless_there(x, task, i, to + MadeConfig::kSlot);
     });
   });
 }
 
 // Into the made tiles in shared memory.
-__device__ __forceinline__ void make_activated(const Made& x, MakeTask& task) {
+__device__ __forceinline__ void make_activated(const Made& x, const MakeTask& task) {
   if (x.kind == Produce::kActivation) {
     return x.gated ? make_activation<true>(x, task) : make_activation<false>(x, task);
   }
@@ -240,15 +241,15 @@ __device__ __forceinline__ void for_each_made_tile(const Made& x, bool backwards
   auto* sums = reinterpret_cast<GroupSums*>(static_cast<char*>(made_stage(memory)) + MadeConfig::kSumsOffset);
   TileQueue queue(backwards, patch_row, patch_col);
   const PatchPlace first = queue.next(x);
-  MakeTask task{memory + threadIdx.x, made, first, first, Cursor(x, first)};
+  MakeTask task{memory + threadIdx.x, made, first, first};
   if (x.kind == Produce::kActivation && !x.gated) {
-    OperandRing<false, false>{task.ring}.fill(x, task.cursor);
+    OperandRing<false, false>{task.ring}.fill(x, first);
   } else if (x.kind == Produce::kActivation) {
-    OperandRing<true, false>{task.ring}.fill(x, task.cursor);
+    OperandRing<true, false>{task.ring}.fill(x, first);
   } else if (!x.gated) {
-    OperandRing<false, true>{task.ring}.fill(x, task.cursor);
+    OperandRing<false, true>{task.ring}.fill(x, first);
   } else {
-    OperandRing<true, true>{task.ring}.fill(x, task.cursor);
+    OperandRing<true, true>{task.ring}.fill(x, first);
   }
 #pragma unroll 1
   for (; task.place.there; task.place = task.next) {
@@ -260,7 +261,10 @@ __device__ __forceinline__ void for_each_made_tile(const Made& x, bool backwards
     for (int half = 0; half < (x.paired() ? 2 : 1); ++half) {
       Patch<bf16_t> patch;
       take_patch(made + half * MadeConfig::kSlot, patch);
-      if (x.partials != nullptr) store_column_sums(x, patch, tile, patch_row, patch_col, *sums);
+      if (x.partials != nullptr) {
+        __syncthreads();  // the sums take the place of patches: all threads have theirs
+        store_column_sums(x, patch, tile, patch_row, patch_col, *sums);
+      }
       consume(patch, tile, inside);
       if (shares || x.partials != nullptr) __syncthreads();  // until all have read what they shared
       tile.col += x.cols;

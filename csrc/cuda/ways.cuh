@@ -20,7 +20,7 @@ enum class Way {
   kRectified,   // ReLU or its square, not gated, streamed as well; start_way leaves it to those who gain by it
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
-  kPaired,      // SwiGLU's gradient, two tiles at a time
+  kPaired,      // the gradient of SwiGLU or GEGLU, two tiles at a time
 };
 
 template <Way kWay>
@@ -48,6 +48,9 @@ struct WayConfig {
   // GELU's gradient has registers enough, and is up to 7 % slower with the near one.
   using Place = std::conditional_t<kWay == Way::kSlope, TilePlace, NearPlace>;
   static constexpr int kWorkOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
+  static constexpr int kWorkBytes = kSlots > 0 ? kSlots * PatchConfig::kSlotBytes : static_cast<int>(sizeof(ByteStage));
+  static constexpr int kMostBytes = kWorkOffset + kWorkBytes + static_cast<int>(sizeof(GroupSums));
+  static_assert(sizeof(ByteStage) <= PatchConfig::kSlotBytes, "a stage has room where operands are");
 };
 
 // ---------------------------------------------------------------------------------------------- launch
@@ -60,23 +63,26 @@ inline Way way_of(const Made& x, bool whole) {
   const bool silu = x.activation == Activation::kSilu;
   const bool gelu = x.activation == Activation::kGelu;
   if (x.kind == Produce::kActivationGrad) {
-    return x.gated ? (silu ? Way::kPaired : Way::kNone) : (gelu ? Way::kSlope : Way::kNone);
+    return x.gated ? (silu || gelu ? Way::kPaired : Way::kNone) : (gelu ? Way::kSlope : Way::kNone);
   }
   if (x.partials != nullptr) return Way::kNone;
   if (is_rectifier(x.activation)) return x.gated ? Way::kNone : Way::kRectified;
   return x.gated ? Way::kGated : Way::kActivation;
 }
 
-// stage_bytes: what the consumer of tiles uses of the work area behind the table. noop: the kernel's.
+// stage_bytes: what the consumer of tiles uses of the work area behind the table; 0: nothing, and pairs keep their
+// column sums behind it. noop: the kernel's.
 template <Way kWay, typename... Parameters, typename... Arguments>
 void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes, const Made& x, const float* noop,
                 Lane lane, const Arguments&... arguments) {
   using Config = WayConfig<kWay>;
   const int least = Config::kSlots * PatchConfig::kSlotBytes;
-  const int sums = x.partials != nullptr ? static_cast<int>(sizeof(GroupSums)) : 0;
-  const int bytes = Config::kWorkOffset + static_cast<int>(larger(least, larger(stage_bytes, sums)));
+  const bool sums = kWay == Way::kPaired && x.partials != nullptr && stage_bytes == 0;
+  const int work = static_cast<int>(larger(least, stage_bytes)) + (sums ? static_cast<int>(sizeof(GroupSums)) : 0);
+  const int bytes = Config::kWorkOffset + work;
   if (Config::kTabled) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+    constexpr int kMostBytes = Config::kMostBytes;  // never less: a graph may hold a launch that needs it
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
                "shared memory for a table");
   }
   const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
@@ -121,6 +127,12 @@ bool start_way(Way way, Fp8 format, const Start& start) {
 template <Way kWay>
 __device__ __forceinline__ void* work_area(float* memory) {
   return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kWorkOffset;
+}
+
+// Where column sums are while others use it.
+template <Way kWay>
+__device__ __forceinline__ void* sums_area(float* memory) {
+  return static_cast<char*>(work_area<kWay>(memory)) + WayConfig<kWay>::kSlots * PatchConfig::kSlotBytes;
 }
 
 }  // namespace cuda
