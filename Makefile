@@ -22,7 +22,9 @@ unit: $(VENV)/.installed
 	# One thread each: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
 	# One for the compiler, too: else each process that compiles starts another, which imports torch.
 	# Bytecode, wherever somebody wants none: the processes that tests start would each compile the package anew.
+	# Rare garbage collections: tests/start has what each Python begins with.
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	  PYTHONPATH="$(CURDIR)/tests/start$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # What is installed was compiled for this machine's GPU or for Hopper; this only compiles, where there is a compiler, and
