@@ -1,13 +1,17 @@
-"""What the ranks of the tests start with: they are forked from a process that has imported this. Importing torch and
-te_dist, and compiling for the first time, would take each of them seconds."""
+"""What the ranks of the tests start with: they are forked from a process that has imported this. Importing torch,
+te_dist and what tests use, and compiling for the first time, would take each of them seconds."""
 
 import gc
 import os
 
+import pytest  # noqa: F401 (for the ranks, as all that is not used here)
+import sympy.combinatorics
+import sympy.tensor.tensor  # noqa: F401 (the compiler asks for both, at its first graph of some size)
 import torch
+import torch.distributed.checkpoint._fsspec_filesystem
 import tqdm
 
-import te_dist.launch.train  # noqa: F401 (for the ranks; it imports the rest)
+import te_dist.launch.train  # noqa: F401 (it imports the rest)
 
 tqdm.tqdm.monitor_interval = 0  # the compiler's progress bar would start a thread
 torch.set_num_threads(1)
