@@ -25,7 +25,7 @@ def check_growth(rank: int, world: int, device: str) -> None:
     mesh = mesh_of(device, world)
     for recipe in MAIN:
         model = build(recipe, device, mesh, reshard_after_forward=True, hidden=(66,))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         x = torch.randn(16, cases.WIDTH, device=device)
         seen = []
         for step in range(50):
