@@ -323,6 +323,12 @@ PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], 
     "swiglu": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu", False), ((2304, 4096),)),
     "dgelu": (lambda x: gradient(x, "gelu", False), ((2304, 4096),)),
     "dswiglu": (lambda x: gradient(torch.cat([x, x.flip(0)], 1), "swiglu", False), ((2304, 4096),)),
+    "dgeglu": (lambda x: gradient(torch.cat([x, x.flip(0)], 1), "geglu", False), ((2304, 4096),)),
+    "reglu": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "reglu", False), ((2304, 4096),)),
+    "dsilu": (lambda x: gradient(x, "silu", False), ((2304, 4096),)),
+    "gelu with bias": (lambda x: activation(x, "gelu"), ((2304, 4096),)),
+    "swiglu with bias": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu"), ((2304, 4096),)),
+    "dgelu with bias": (lambda x: gradient(x, "gelu"), ((2304, 4096),)),
     "plain": (Plain, ((256, 1024),)),
 }
 

@@ -2,8 +2,8 @@
 // of numerics/activation.h, and the same bits.
 //
 // Both start with the same t. What follows differs by less than 2^-20 of the result: 2^-22 for 2^t and 2^-23 for 1 / x
-// by PTX's bounds, 1.7e-7 for 2^t over there, and a rounding each for the sum, the products and the quotient. That is 16
-// units in the last place of a float. So both round to the same bf16 value, unless the approximation lies as near to
+// by PTX's bounds, 1.7e-7 for 2^t over there, and a rounding each for the sum, the products and the quotient. That is
+// 16 units in the last place of a float. So both round to the same bf16 value, unless the approximation lies as near to
 // the middle between two of them: then the pair is made anew, exactly.
 #pragma once
 

@@ -29,17 +29,12 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, const ByteMatrix& col_out,
                          const CastScale& from, Lane lane) {
   const Way wanted = way_of(x, row_out.is_whole() && col_out.is_whole());
-  const auto start = [&](auto way, auto values) {
+  return start_way<true>(wanted, format, [&](auto way, auto values) {
     constexpr Way kWay = decltype(way)::value;
     const auto kernel = cast_patches_kernel<TypeOf<decltype(values)>, kWay>;
     const int stage = col_out.data != nullptr ? sizeof(ByteStage) : 0;
     launch_way<kWay>("cast_patches_kernel", kernel, stage, x, from.noop, lane, row_out, col_out, from);
-  };
-  if (wanted == Way::kRectified) {
-    dispatch_fp8(format, [&](auto values) { start(WayTag<Way::kRectified>{}, values); });
-    return true;
-  }
-  return start_way(wanted, format, start);
+  });
 }
 
 }  // namespace cuda

@@ -17,7 +17,7 @@ enum class Way {
   kWholeNorm,   // the same of whole tiles, as all that follow
   kActivation,  // not gated
   kStreamed,    // the same, with the next tile on its way to shared memory
-  kRectified,   // ReLU or its square, not gated, streamed as well; start_way leaves it to those who gain by it
+  kRectified,   // ReLU or its square, not gated, streamed as well
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
   kPaired,      // the gradient of SwiGLU or GEGLU, two tiles at a time
@@ -96,8 +96,8 @@ void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes
 }
 
 // start(way, format), as tags, for the way to make x in this format; false: source.cuh's. Results of activations are
-// E4M3, but for rare recipes; gradients and what is summed up are both.
-template <typename Start>
+// E4M3, but for rare recipes; gradients and what is summed up are both. kRectifiers: kRectified is a way, too.
+template <bool kRectifiers = false, typename Start>
 bool start_way(Way way, Fp8 format, const Start& start) {
   const auto go = [&](auto tag) {
     constexpr Way kWay = decltype(tag)::value;
@@ -116,6 +116,9 @@ bool start_way(Way way, Fp8 format, const Start& start) {
     case Way::kNorm: return go(WayTag<Way::kNorm>{});
     case Way::kWholeNorm: return go(WayTag<Way::kWholeNorm>{});
     case Way::kActivation: return go(WayTag<Way::kActivation>{});
+    case Way::kRectified:
+      if constexpr (kRectifiers) return go(WayTag<Way::kRectified>{});
+      return false;
     case Way::kGated: return go(WayTag<Way::kGated>{});
     case Way::kSlope: return go(WayTag<Way::kSlope>{});
     case Way::kPaired: return go(WayTag<Way::kPaired>{});
