@@ -8,7 +8,6 @@ import pytest  # noqa: F401 (for the ranks, as all that is not used here)
 import sympy.combinatorics
 import sympy.tensor.tensor  # noqa: F401 (the compiler asks for both, at its first graph of some size)
 import torch
-import torch.distributed.checkpoint._fsspec_filesystem
 import tqdm
 
 import te_dist.launch.train  # noqa: F401 (it imports the rest)
