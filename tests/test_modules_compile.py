@@ -555,3 +555,18 @@ def test_equal_blocks_share_their_graphs(recipe: str, checkpoints: bool, scoped:
             y = blocks(sample(32, seed=s))
         y.backward(gradient_for(y))
         assert counter.frame_count <= 2, "one for an input that needs no gradient, one for all others"
+
+
+def test_operations_beside_a_layer() -> None:
+    """A chain of te_dist.ops may have the description and the recipe of a layer, but has no parameters of its own."""
+    recipe = RECIPES["delayed"]()
+    chain = te_dist.ops.Sequential(te_dist.ops.Linear(K, K)).to(where, torch.bfloat16)
+    eager, compiled = make("linear", "none"), Compiled(make("linear", "none"))
+    for s in range(2):
+        x = sample(32, seed=s)
+        with te_dist.autocast(recipe=recipe):
+            chain(x)
+            assert_equal(step(compiled, x), step(eager, x), f"step {s}")
+    assert_same_state(compiled.layer, eager)
+    alike = [type(layer) for layer in scopes.layers if layer.traced_spec is eager.traced_spec]
+    assert len(set(alike)) > 1, "the chain is among those of this description"

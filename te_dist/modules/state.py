@@ -56,8 +56,9 @@ class LayerState(torch.nn.Module):
         return self._spec if self._is_watched or isinstance(recipe, CustomRecipe) else self.traced_spec
 
     def _alike(self) -> list[Any]:
-        """The layers of this description, this one included: each may run a graph that was traced for another."""
-        return [layer for layer in layers if layer.traced_spec is self.traced_spec]
+        """The layers of this kind and description, this one included: each may run a graph that was traced for another.
+        Other kinds may keep their parameters and their state elsewhere (te_dist.ops)."""
+        return [layer for layer in layers if layer.traced_spec is self.traced_spec and type(layer) is type(self)]
 
     def _label(self) -> str:
         name = getattr(self, "spec", None) and self.spec.name
