@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksP
     if (__all_sync(kFullWarp, bound_of(x.activation, low, high, in_trough) <= before)) continue;
     uint32_t word = 0u;
 #pragma unroll 1
-    for (int r = 0; r < kRows; ++r) {  // loaded again: registers have no numbers
+    for (int r = 0; r < kRows; ++r) {  // loaded again: registers cannot be indexed
       unpack_eight<bf16_t>(load(r), v);
       add_eight(v, bias);
       with_activation(x.activation, [&](auto tag) {

@@ -54,7 +54,7 @@ void launch_block_2d_made(const Source& x, Fp8 format, const BlockOutput& out, L
     const int stage = out.col_data.data != nullptr ? sizeof(ByteStage) : 0;
     launch_way<kWay>("block_2d_patches_kernel", kernel, stage, made, out.noop, lane, out);
   };
-  // Of both planes, source.cuh makes GEGLU's gradient faster.
+  // With a column plane, source.cuh makes GEGLU's gradient faster.
   const bool slower = made.paired() && made.activation == Activation::kGelu && out.col_data.data != nullptr;
   if (!slower && start_way(way_of(made, out.whole), format, start)) return;
   const auto kernel = format == Fp8::kE4M3 ? block_2d_made_kernel<E4M3> : block_2d_made_kernel<E5M2>;

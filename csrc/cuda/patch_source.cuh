@@ -276,8 +276,8 @@ __device__ __forceinline__ NearPlace place_in_band(const BandPiece& piece) {
 
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
 // (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
-// memory. backwards: starts with the last tile, which L2 may still hold. shares: consume uses the work area (launch_way
-// was told of a stage). kNormColumns: see make_norm.
+// memory. backwards: starts with the last tile, which L2 may still hold. shares, of pairs: consume uses the work area,
+// and launch_way was told of a stage. kNormColumns: see make_norm.
 template <Way kWay, typename Shape, int kNormColumns = 4, typename Consume>
 __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
                                                float* memory, const Consume& consume, bool shares = true) {

@@ -49,11 +49,17 @@ struct WayConfig {
   using Place = std::conditional_t<kWay == Way::kSlope, TilePlace, NearPlace>;
   static constexpr int kWorkOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
   static constexpr int kWorkBytes = kSlots > 0 ? kSlots * PatchConfig::kSlotBytes : static_cast<int>(sizeof(ByteStage));
-  static constexpr int kMostBytes = kWorkOffset + kWorkBytes + static_cast<int>(sizeof(GroupSums));
+  static constexpr int kSumsBytes = kWay == Way::kPaired ? static_cast<int>(sizeof(GroupSums)) : 0;
+  static constexpr int kMostBytes = kWorkOffset + kWorkBytes + kSumsBytes;
   static_assert(sizeof(ByteStage) <= PatchConfig::kSlotBytes, "a stage has room where operands are");
 };
 
 // ---------------------------------------------------------------------------------------------- launch
+// Whether a block may have as much shared memory as pairs take, and a little of the kernel's own. Not on every GPU.
+inline bool has_room_for_pairs() {
+  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= WayConfig<Way::kPaired>::kMostBytes + 4096;
+}
+
 // The way to make x; kNone: source.cuh's. Small matrices are not worth a table. whole: where planes go, their rows are
 // aligned.
 inline Way way_of(const Made& x, bool whole) {
@@ -63,7 +69,8 @@ inline Way way_of(const Made& x, bool whole) {
   const bool silu = x.activation == Activation::kSilu;
   const bool gelu = x.activation == Activation::kGelu;
   if (x.kind == Produce::kActivationGrad) {
-    return x.gated ? (silu || gelu ? Way::kPaired : Way::kNone) : (gelu ? Way::kSlope : Way::kNone);
+    if (x.gated) return (silu || gelu) && has_room_for_pairs() ? Way::kPaired : Way::kNone;
+    return gelu ? Way::kSlope : Way::kNone;
   }
   if (x.partials != nullptr) return Way::kNone;
   if (is_rectifier(x.activation)) return x.gated ? Way::kNone : Way::kRectified;
@@ -77,8 +84,8 @@ void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes
                 Lane lane, const Arguments&... arguments) {
   using Config = WayConfig<kWay>;
   const int least = Config::kSlots * PatchConfig::kSlotBytes;
-  const bool sums = kWay == Way::kPaired && x.partials != nullptr && stage_bytes == 0;
-  const int work = static_cast<int>(larger(least, stage_bytes)) + (sums ? static_cast<int>(sizeof(GroupSums)) : 0);
+  const bool sums = x.partials != nullptr && stage_bytes == 0;
+  const int work = static_cast<int>(larger(least, stage_bytes)) + (sums ? Config::kSumsBytes : 0);
   const int bytes = Config::kWorkOffset + work;
   if (Config::kTabled) {
     constexpr int kMostBytes = Config::kMostBytes;  // never less: a graph may hold a launch that needs it
@@ -132,7 +139,7 @@ __device__ __forceinline__ void* work_area(float* memory) {
   return reinterpret_cast<char*>(memory) + WayConfig<kWay>::kWorkOffset;
 }
 
-// Where column sums are while others use it.
+// Where pairs have their column sums while operands fill the work area.
 template <Way kWay>
 __device__ __forceinline__ void* sums_area(float* memory) {
   return static_cast<char*>(work_area<kWay>(memory)) + WayConfig<kWay>::kSlots * PatchConfig::kSlotBytes;
