@@ -29,7 +29,7 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
 // What 2 is raised to in 1 / (1 + 2^t).
 template <Activation kKind>
 __device__ __forceinline__ float fast_exponent(float x) {
-  if (kKind == Activation::kSilu) return x * -0x1.715476p+0f;
+  if (kKind == Activation::kSilu) return x * kMinusLog2E;
   if (kKind == Activation::kQuickGelu) return x * -0x1.3a4cbep+1f;
   return x * fused_multiply_add(-0x1.a5a7cep-4f, x * x, -0x1.26aec2p+1f);
 }

@@ -22,7 +22,7 @@ constexpr uint32_t kGuard = 24u;
 
 template <Activation kKind>
 __device__ __forceinline__ float approximate_activation(float x) {
-  const float exponent = fminf(sigmoid_argument(kKind, x) * -0x1.715476p+0f, 125.0f);
+  const float exponent = fminf(sigmoid_argument(kKind, x) * kMinusLog2E, 125.0f);
   return x * approximate_reciprocal(1.0f + approximate_power(exponent));
 }
 

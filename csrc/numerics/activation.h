@@ -39,9 +39,11 @@ TED_FN float exp2_bounded(float t) {
   return float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
+constexpr float kMinusLog2E = -0x1.715476p+0f;
+
 // 1 / (1 + exp(-z)).
 TED_FN float sigmoid(float z) {
-  float t = z * -0x1.715476p+0f;  // log2(e)
+  float t = z * kMinusLog2E;
 #if defined(__CUDA_ARCH__)
   t = fmaxf(fminf(t, 125.0f), -125.0f);  // one instruction each, which drops a NaN: see above
 #else
