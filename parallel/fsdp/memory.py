@@ -65,7 +65,11 @@ class MemoryReport:
 
 
 def bytes_in_use(device: torch.device | str) -> int:
-    """Of the GPU's allocator; on the CPU of all tensors that Python can reach, each memory once."""
+    """Of the GPU's allocator; on the CPU of all tensors that Python can reach, each memory once.
+
+    On the CPU a reading may be too large for a moment: a thread of gloo lets go of a collective's buffer when it runs
+    next, which a busy machine may put off. Of several readings the least is right.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
