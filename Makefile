@@ -54,13 +54,16 @@ sanitize: $(VENV)/.installed
 doctor: $(VENV)/.installed
 	$(BIN)/te-dist doctor
 
+# Bytecode: pip would write all of it on one core. Torch's comes from all cores, but for files that are for other Pythons;
+# of the tools few modules are imported, and write their own.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q --no-compile '$(TORCH)'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages >/dev/null 2>&1 || true
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml te_dist/version.py $(KERNEL_SOURCES)
-	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q --no-compile -e '.[dev]'
 	@touch $@
 
 clean:
