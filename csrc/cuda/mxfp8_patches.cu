@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   for_each_patch<kWay, Shape>(x, false, at.row, at.col, memory,
                               [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                                 if constexpr (WayConfig<kWay>::kWhole) {
-                                  quantize_whole_tile<F, kWay == Way::kSlope>(patch, tile, out, scales);
+                                  quantize_whole_tile<F, WayConfig<kWay>::kSloped>(patch, tile, out, scales);
                                 } else {
                                   quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
                                 }
@@ -45,10 +45,14 @@ bool launch_mxfp8_patches(const Made& x, Fp8 format, const MxOutput& out, Lane l
     case Way::kWholeNorm:
       return e4m3 ? start_whole<E4M3, Way::kWholeNorm>(x, out, lane) : start_whole<E5M2, Way::kWholeNorm>(x, out, lane);
     case Way::kActivation: return e4m3 && start_whole<E4M3, Way::kStreamed>(x, out, lane);
+    case Way::kBiased: return e4m3 && x.cols % MxWide::kCols == 0 && start<E4M3, Way::kBiased, MxWide>(x, out, lane);
     case Way::kGated: return e4m3 && start_whole<E4M3, Way::kGated>(x, out, lane);
     case Way::kSlope:
       if (x.partials != nullptr) return false;  // in square tiles, source.cuh is faster
       return e4m3 ? start_whole<E4M3, Way::kSlope>(x, out, lane) : start_whole<E5M2, Way::kSlope>(x, out, lane);
+    case Way::kBiasedSlope:
+      return e4m3 ? start_whole<E4M3, Way::kBiasedSlope>(x, out, lane)
+                  : start_whole<E5M2, Way::kBiasedSlope>(x, out, lane);
     default: return false;  // source.cuh is faster
   }
 }

@@ -1,5 +1,5 @@
-// NVFP4's row plane of an activation without a bias or a gate, whose sigmoids, if any, come from a table. Its amax is
-// found at the price of reading the operand (amax_activation.cu), so that it is made once, here, and never written.
+// NVFP4's row plane of an activation without a gate. Its amax is found at the price of reading the operand
+// (amax_activation.cu, amax_biased.cu), so that it is made once, here, and never written.
 #include "amax.cuh"
 #include "nvfp4_four_rows.cuh"
 #include "nvfp4_unwritten.cuh"
@@ -51,12 +51,12 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 }  // namespace
 
 bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
-  if (!goes_up_and_down(x) || x.partials != nullptr || out.col_data != nullptr || options.two_d ||
+  if (x.kind != Produce::kActivation || x.partials != nullptr || out.col_data != nullptr || options.two_d ||
       options.rng != nullptr || !aligned(out.row_scale, 8)) {
     return false;
   }
   const Way way = way_of(made_of(x, false), nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole());
-  return way == Way::kActivation || way == Way::kRectified;
+  return way == Way::kActivation || way == Way::kRectified || way == Way::kBiased;
 }
 
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
@@ -66,6 +66,7 @@ void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& 
     launch_way<kWay>("nvfp4_activation_kernel", nvfp4_activation_kernel<kWay>, 0, x, noop, lane,
                      nv_row_plane<bf16_t>(like, out, nullptr), parts, noop);
   };
+  if (x.biased) return start(WayTag<Way::kBiased>{});
   is_rectifier(x.activation) ? start(WayTag<Way::kRectified>{}) : start(WayTag<Way::kStreamed>{});
 }
 

@@ -1,5 +1,5 @@
 // NVFP4 of what is made in whole tiles and never written: norms, which are made for the amaxes and once more for the
-// codes, and activations without a bias or a gate, whose amax follows from their operand.
+// codes, and activations without a gate, whose amax follows from their operand.
 #pragma once
 
 #include "norm_rows.cuh"
@@ -9,12 +9,11 @@ namespace te_dist {
 namespace cuda {
 
 // ---------------------------------------------------------------------------------------------- activations
-// Whether launch_nvfp4_activation takes it: a row plane alone, of an activation whose amax is that of its operand's
-// outermost values (goes_up_and_down).
+// Whether launch_nvfp4_activation takes it: a row plane alone.
 bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane);
 
-// Both planes, or columns alone, of any of them: launch_amax_nvfp4_norm, is_nvfp4_whole and
+// Both planes, or columns alone, of those without a bias: launch_amax_nvfp4_norm, is_nvfp4_whole and
 // launch_nvfp4_whole for these.
 void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out);

@@ -1,5 +1,5 @@
 // Tiles of a bf16 matrix that is made on the fly in registers, in the place of its operand: norms, matrices
-// whose columns are added up, and activations without a bias, whose sigmoids come from a table.
+// whose columns are added up, and activations; without a bias their sigmoids come from a table.
 //
 // As with a matrix in memory, a thread loads an 8 x 8 patch, and blocks that work hide the latency of those that
 // load. Norms and sums: a block takes one tile. Activations: blocks stay, for the sake of their tables; with one
@@ -7,6 +7,7 @@
 // that consist of whole tiles: few instructions, and no registers for edges.
 #pragma once
 
+#include "activation_guarded.cuh"
 #include "ways.cuh"
 
 namespace te_dist {
@@ -140,6 +141,31 @@ __device__ __forceinline__ void make_activation(const Table& table, Patch<bf16_t
   }
 }
 
+__device__ __forceinline__ void make_biased(const Made& x, int col, Patch<bf16_t>& patch) {
+  float bias[8];
+  load_vector<true>(x.bias, col, kNoBias, bias);
+  const auto make = [&](auto tag) {
+#pragma unroll
+    for (int i = 0; i < TileConfig::kPatch; ++i) {
+      float v[8];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 two = values_of(patch.word[i][w]);
+        v[2 * w] = two.x + bias[2 * w];
+        v[2 * w + 1] = two.y + bias[2 * w + 1];
+      }
+      const uint4 made = activated_eight<decltype(tag)::kind, false>(x.guard, v, v);
+      patch.word[i][0] = made.x;
+      patch.word[i][1] = made.y;
+      patch.word[i][2] = made.z;
+      patch.word[i][3] = made.w;
+    }
+  };
+  if (x.activation == Activation::kGelu) return make(ActivationTag<Activation::kGelu>{});
+  if (x.activation == Activation::kSilu) return make(ActivationTag<Activation::kSilu>{});
+  make(ActivationTag<Activation::kQuickGelu>{});
+}
+
 // A second operand waits in shared memory, where a thread finds row i of its patch 256 vectors behind row i - 1.
 // patch <- combine(value, sigmoid of it, value of the second operand).
 template <typename Table, typename Combine>
@@ -161,6 +187,24 @@ __device__ __forceinline__ void make_of_two(const Table& table, const uint4* min
 
 __device__ __forceinline__ float gelu_gradient(float x, float sigma, float grad) {
   return grad * (sigma * fused_multiply_add(sigmoid_slope(Activation::kGelu, x), 1.0f - sigma, 1.0f));
+}
+
+// As make_of_two, of the sums with a bias, which no table has.
+__device__ __forceinline__ void make_biased_slope(const Made& x, int col, const uint4* mine, Patch<bf16_t>& patch) {
+  float bias[8];
+  load_vector<true>(x.bias, col, kNoBias, bias);
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    const uint4 row = mine[i * PatchConfig::kThreads];
+    const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 value = values_of(patch.word[i][w]);
+      const float2 grad = values_of(words[w]);
+      patch.word[i][w] = pack_bf16(grad.x * activate<Activation::kGelu>(value.x + bias[2 * w]).slope,
+                                   grad.y * activate<Activation::kGelu>(value.y + bias[2 * w + 1]).slope);
+    }
+  }
 }
 
 // A gated activation's gradients: of its first factor in the patch, of its second one in that one's place in shared
@@ -333,7 +377,11 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       auto* ring = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes);
       for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring,
                              [&](Patch<bf16_t>& patch, const NearPlace& tile) {
-                               make_activation(table, patch);
+                               if constexpr (kWay == Way::kBiased) {
+                                 make_biased(x, tile.col + patch_col, patch);
+                               } else {
+                                 make_activation(table, patch);
+                               }
                                __syncthreads();  // see below
                                finish(patch, tile, true);
                              });
@@ -359,7 +407,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       const int64_t col = tile.col + patch_col;
       Patch<bf16_t> patch;
       if constexpr (kWay == Way::kGated) fetch_patch(x.data + row * x.stride + col + x.cols, x.stride, mine);
-      if ((kWay == Way::kSlope || kWay == Way::kPaired) && !early) fetch_grad(tile);
+      if ((WayConfig<kWay>::kSloped || kWay == Way::kPaired) && !early) fetch_grad(tile);
       load_operand(x, x.data, x.stride, row, col, true, false, patch);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
       if constexpr (kWay == Way::kActivation) make_activation(table, patch);
@@ -367,6 +415,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
       }
       if constexpr (kWay == Way::kSlope) make_of_two(table, mine, patch, gelu_gradient);
+      if constexpr (kWay == Way::kBiasedSlope) make_biased_slope(x, static_cast<int>(col), mine, patch);
       if constexpr (kWay == Way::kPaired) {
         uint4* second = mine + PatchConfig::kSlot;
         // In one kernel: one of SwiGLU alone takes fewer registers, and with 1x128 blocks is 4 % slower.
