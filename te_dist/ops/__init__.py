@@ -54,6 +54,7 @@ from te_dist.ops.fused import (
     UserbuffersBackwardLinear,
     UserbuffersForwardLinear,
 )
+from te_dist.ops.fused_op import FusedOperation
 from te_dist.ops.fuser import OperationFuser
 from te_dist.ops.fusions import (
     register_backward_fusion,
@@ -62,7 +63,7 @@ from te_dist.ops.fusions import (
     unregister_fusion,
 )
 from te_dist.ops.linear import Linear
-from te_dist.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from te_dist.ops.op import BasicOperation, FusibleOperation
 from te_dist.ops.sequential import Sequential
 
 __all__ = [

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 
 from te_dist.comm import Comm
 from te_dist.ops.basic import BasicLinear, Bias
-from te_dist.ops.op import BasicOperation, FusedOperation
+from te_dist.ops.fused_op import FusedOperation
+from te_dist.ops.op import BasicOperation
 from te_dist.recipe import Recipe
 
 

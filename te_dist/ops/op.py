@@ -1,8 +1,8 @@
-"""The two kinds of operations, and the rules that hold when a class of them is defined.
+"""Operations, and the rules that hold when a class of them is defined.
 
-A BasicOperation is one step of computation with its parameters. A FusedOperation computes what several basic ones
-would, in one go. The fuser runs either through their fuser_* methods; a basic operation without extra inputs and
-outputs writes the shorter op_* methods instead.
+A BasicOperation is one step of computation with its parameters. A FusedOperation (fused_op.py) computes what several
+basic ones would, in one go. The fuser runs either through their fuser_* methods; a basic operation without extra inputs
+and outputs writes the shorter op_* methods instead.
 
     split API   op_forward_compute, op_forward_save_ctx      pure computation, and notes for backward
     legacy API  op_forward                                   both in one; cannot be compiled
@@ -52,6 +52,7 @@ class FusibleOperation(torch.nn.Module):
 
     # Which API the fuser calls. A class that defines one resets what it inherits.
     _split_forward: ClassVar[bool] = True
+    _fuser: OperationFuser | None = None  # that runs it alone
 
     def __init_subclass__(cls, *, checked: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -162,6 +163,20 @@ class FusibleOperation(torch.nn.Module):
         """The gradient of the input, then for each basic operation those of its parameters and extra inputs."""
         raise NotImplementedError(f"{self.label()} does not define fuser_backward")
 
+    # ---------------------------------------------------------------------------------------- alone
+    def _own_fuser(self) -> OperationFuser:
+        from te_dist.ops.fuser import OperationFuser
+
+        if torch.compiler.is_compiling() or self._fuser is None:  # in this order: a graph must not depend on it
+            self._make_fuser(OperationFuser)
+        assert self._fuser is not None
+        return self._fuser
+
+    @constant_in_graphs
+    def _make_fuser(self, cls: type[OperationFuser]) -> None:
+        if self._fuser is None:
+            object.__setattr__(self, "_fuser", cls([self]))
+
 
 class BasicOperation(FusibleOperation, checked=False):
     """A step of computation, for use in ``te_dist.ops.Sequential`` or alone.
@@ -191,7 +206,6 @@ class BasicOperation(FusibleOperation, checked=False):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     recipe: Recipe | None = None
-    _fuser: OperationFuser | None = None
     _is_base: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -429,76 +443,10 @@ class BasicOperation(FusibleOperation, checked=False):
     # ---------------------------------------------------------------------------------------- alone
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """The operation alone: the output, or a tuple of it and the extra outputs."""
-        from te_dist.ops.fuser import OperationFuser
-
-        if torch.compiler.is_compiling() or self._fuser is None:  # in this order: a graph must not depend on it
-            self._make_fuser(OperationFuser)
-        assert self._fuser is not None
-        return self._fuser(input, *extra_inputs, op_kwargs={self: kwargs} if kwargs else None)
-
-    @constant_in_graphs
-    def _make_fuser(self, cls: type[OperationFuser]) -> None:
-        if self._fuser is None:
-            object.__setattr__(self, "_fuser", cls([self]))
+        return self._own_fuser()(input, *extra_inputs, op_kwargs={self: kwargs} if kwargs else None)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.pop("_fuser", None)
         state["_channels_locked"] = False
         return state
-
-
-class FusedOperation(FusibleOperation):
-    """Several basic operations at once. A subclass defines fuser_forward_compute and fuser_forward_save_ctx (or the
-    legacy fuser_forward) if it replaces their forward, and fuser_backward if it replaces their backward.
-
-    Args:
-        basic_ops: the operations it stands for, in order. The parameters stay theirs.
-    """
-
-    _fuser: OperationFuser | None = None
-
-    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
-        super().__init__()
-        if not basic_ops:
-            raise ValueError(f"{type(self).__name__} expects at least one basic operation")
-        for op in basic_ops:
-            if not isinstance(op, BasicOperation):
-                raise TypeError(f"{type(self).__name__} expects BasicOperations but got {type(op).__name__}")
-        self.basic_ops = torch.nn.ModuleList(basic_ops)
-        self._basic = list(basic_ops)
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
-
-    @property
-    def basic_operations(self) -> list[BasicOperation]:
-        return self._basic
-
-    def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Any] | None = None) -> Any:
-        """The operations alone: the output, or a tuple of it and the extra outputs."""
-        from te_dist.ops.fuser import OperationFuser
-
-        if torch.compiler.is_compiling() or self._fuser is None:  # in this order: a graph must not depend on it
-            self._make_fuser(OperationFuser)
-        assert self._fuser is not None
-        op_kwargs = None
-        if basic_op_kwargs is not None:
-            op_kwargs = dict(zip(self._basic, basic_op_kwargs, strict=True))
-        return self._fuser(input, *extra_inputs, op_kwargs=op_kwargs)
-
-    @constant_in_graphs
-    def _make_fuser(self, cls: type[OperationFuser]) -> None:
-        if self._fuser is None:
-            object.__setattr__(self, "_fuser", cls([self]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for name in ("_fuser", "_basic"):
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._basic = list(self.basic_ops)  # type: ignore[arg-type]

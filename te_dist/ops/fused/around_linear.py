@@ -16,8 +16,9 @@ from te_dist.dynamo import operations
 from te_dist.ops.basic import Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, RMSNorm
 from te_dist.ops.context import OperationContext
 from te_dist.ops.fused.linear_chain import LinearChain
+from te_dist.ops.fused_op import FusedOperation
 from te_dist.ops.fusions import windows
-from te_dist.ops.op import BasicOperation, FusedOperation, FusibleOperation, Gradients, Saved
+from te_dist.ops.op import BasicOperation, FusibleOperation, Gradients, Saved
 from te_dist.proto import TensorOrQuantized
 from te_dist.quantizers import Quantizer
 

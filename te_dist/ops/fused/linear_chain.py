@@ -28,9 +28,10 @@ from te_dist.ops.basic import (
 )
 from te_dist.ops.basic.norm import Norm
 from te_dist.ops.context import OperationContext
+from te_dist.ops.fused_op import FusedOperation
 from te_dist.ops.fusions import windows
 from te_dist.ops.lowering import ChainLayer
-from te_dist.ops.op import BasicOperation, FusedOperation, FusibleOperation, Gradients, Saved
+from te_dist.ops.op import BasicOperation, FusibleOperation, Gradients, Saved
 from te_dist.pipeline.config import ACTIVATION, IDENTITY, NORM, LayerSpec, StageSpec
 from te_dist.plan import Move
 from te_dist.proto import TensorOrQuantized
