@@ -54,8 +54,8 @@ sanitize: $(VENV)/.installed
 doctor: $(VENV)/.installed
 	$(BIN)/te-dist doctor
 
-# Bytecode: pip would write all of it on one core. Torch's comes from all cores, but for files that are for other Pythons;
-# of the tools few modules are imported, and write their own.
+# Bytecode: pip would write all of it on one core. Torch's comes from all cores (some of its files are for other Pythons,
+# and fail); of the tools few modules are imported, and write their own.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile '$(TORCH)'
