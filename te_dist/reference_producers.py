@@ -100,9 +100,9 @@ def column_sums(values: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------- activations
-def _sigmoid(z: Tensor) -> Tensor:
-    t = z * -float.fromhex("0x1.715476p+0")
-    t = torch.where(t > 125, torch.full_like(t, 125), t)
+def _sigmoid(t: Tensor) -> Tensor:
+    """1 / (1 + 2^t), and 0 where that would be subnormal."""
+    t = torch.where(t > 127, torch.full_like(t, 127), t)
     t = torch.where(t < -125, torch.full_like(t, -125), t)
     shift = 12582912.0
     shifted = t + shift
@@ -110,8 +110,8 @@ def _sigmoid(z: Tensor) -> Tensor:
     p = torch.full_like(f, float.fromhex("0x1.5bba14p-10"))
     for coefficient in ("0x1.3cea88p-7", "0x1.c6b752p-5", "0x1.ebf9bcp-3", "0x1.62e42ap-1", "0x1p0"):
         p = fma(p, f, float.fromhex(coefficient))
-    power = (p.view(torch.int32) + (shifted.view(torch.int32) << 23)).view(torch.float32)
-    return torch.ones_like(power) / (1.0 + power)
+    below = 1.0 + (p.view(torch.int32) + (shifted.view(torch.int32) << 23)).view(torch.float32)
+    return torch.where(below > 2.0**126, torch.zeros_like(below), torch.ones_like(below) / below)
 
 
 def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -124,17 +124,16 @@ def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         positive = torch.where(x <= 0, torch.zeros_like(x), x)
         return positive * positive, positive + positive
     if activation == "silu":
-        z = w = x
+        t, w = x * -float.fromhex("0x1.715476p+0"), x
     elif activation == "qgelu":
-        z = w = float.fromhex("0x1.b3b646p+0") * x
+        t, w = x * -float.fromhex("0x1.3a4cbep+1"), x * float.fromhex("0x1.b3b646p+0")
     elif activation == "gelu":
-        a = float.fromhex("0x1.988454p+0")
         square = x * x
-        z = x * fma(square, float.fromhex("0x1.2444f2p-4"), a)
-        w = x * fma(square, float.fromhex("0x1.b6676cp-3"), a)
+        t = x * fma(square, -float.fromhex("0x1.a5a7d0p-4"), -float.fromhex("0x1.26aec2p+1"))
+        w = x * fma(square, float.fromhex("0x1.b6676cp-3"), float.fromhex("0x1.988454p+0"))
     else:
         raise ValueError(f"activation expects gelu, qgelu, relu, srelu or silu but got {activation!r}")
-    s = _sigmoid(z)
+    s = _sigmoid(t)
     return x * s, s * fma(w, 1.0 - s, 1.0)
 
 

@@ -225,7 +225,7 @@ def test_activations_of_all_values(name: str) -> None:
 )
 @pytest.mark.parametrize("name", ALL)
 def test_special_operands_of_activations(name: str, value: float, device: str) -> None:
-    """-2^110 and below are so large that the smallest sigmoid makes something of them."""
+    """Of minus infinity activations with a sigmoid are NaN; of what is next to it they are 0."""
     quantizer = on(device, QUANTIZERS["nvfp4_rht"]())
     generator = torch.Generator().manual_seed(7)
     for others in (0.0, -1.0, 1.0):

@@ -3,6 +3,7 @@ quantize that makes its input on the fly gives the bytes of a quantize that read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -329,6 +330,48 @@ def test_approximations_round_to_the_same_bits(name: str) -> None:
         theirs = kernels.materialize(ActivationOutput(x, name, bias))
         mine = kernels.materialize(ActivationOutput(x.cuda(), name, bias.cuda()))
         assert_same_bytes(mine.cpu(), theirs, f"{name} of {size}")
+    bias, x = ends_of_sigmoids(), torch.full((2304, 4096), -0.0).bfloat16()
+    if split_activation(name)[1]:
+        bias, x = torch.cat([bias, torch.zeros_like(bias)]), torch.cat([x, torch.ones_like(x)], 1)
+    # Its columns have scales of their own, under which the smallest values are not 0.
+    check_quantized(lambda x: ActivationOutput(x, name, bias.to(x.device)), x, "block_1d", True)
+
+
+# What the sigmoids' exponents are made of (csrc/numerics/activation.h): t = -x (a + b x^2).
+EXPONENTS = {"silu": (1.4426950, 0.0), "gelu": (2.3022082, 0.10294324), "qgelu": (2.4554670, 0.0)}
+
+
+def ends_of_sigmoids() -> Tensor:
+    """4096 floats: neighbours of those beyond which sigmoids are 0, of each activation, and others."""
+    found = []
+    for a, b in EXPONENTS.values():
+        x = -126 / a
+        for _ in range(100):  # Newton's method
+            x -= (x * (a + b * x * x) + 126) / (a + 3 * b * x * x)
+        bits = torch.tensor(x).view(torch.int32) + torch.arange(-680, 681, dtype=torch.int32)
+        found.append(bits.view(torch.float32))
+    return torch.cat([*found, torch.tensor([-3e38, -1e30, -200.0, -88.0, -1e-3, 3e38, -2.0**127, -125.0, 125.0, 1e30,
+                                            -126.0, -127.0, -128.0])])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPONENTS)
+def test_ends_of_activations(name: str, device: str) -> None:
+    """Where exponents end, kernels end at the same value; far below zero activations are 0, at minus infinity NaN, as
+    torch's."""
+    a, b = EXPONENTS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = ends_of_sigmoids().view(1, -1).to(dtype)
+        with te_dist.use_backend("reference"):
+            expected = kernels.materialize(ActivationOutput(x, name))
+        assert_same_bytes(kernels.materialize(ActivationOutput(x.to(device), name)).cpu(), expected, name)
+        t = -x.double() * (a + b * x.double().square())
+        assert (expected[t > 126.001] == 0).all() and (expected[t < 125.999] != 0).all()
+        assert (expected == 0).any() and (expected[x < 0] != 0).any()
+        far = torch.tensor([[-3e38, -1e30, 3e38, -math.inf, math.inf, math.nan]], dtype=dtype)
+        made = kernels.materialize(ActivationOutput(far.to(device), name)).cpu()
+        assert torch.equal(made[0, :2], torch.zeros(2, dtype=dtype)) and torch.equal(made[0, 2], far[0, 2])
+        assert made[0, 3].isnan() and made[0, 4] == math.inf and made[0, 5].isnan()
+        assert true_activation(far, name)[0, 3].isnan()
 
 
 @pytest.mark.cuda
@@ -429,9 +472,8 @@ def test_magnitudes_of_activations_rise_and_fall_in_stretches(name: str) -> None
         return bool((values[1:] >= values[:-1]).all())
 
     assert rises(by_bits[: infinity + 1]) and rises(by_bits[minus_zero : trough + 1])
-    falling = by_bits[trough + 1 : minus_infinity + 1]
-    lowest = int(falling.argmin())
-    assert rises(falling[: lowest + 1].flip(0)) and rises(falling[lowest:])
+    assert rises(by_bits[trough + 1 : minus_infinity].flip(0))
+    assert by_bits[minus_infinity].isnan() if name in EXPONENTS else by_bits[minus_infinity] == 0
 
 
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])

@@ -1,7 +1,10 @@
-// Activations of bf16 values, rounded to bf16, in few instructions and without a table: those with a sigmoid by the
-// GPU's own approximations, which differ from numerics/activation.h by less than what rounds away. That this is so for
-// every one of the 65536 values is a matter of their last bits, and was seen on Hopper (tests/test_nvfp4_column_amax.py
-// runs through those that are not plainly 0, x / 2 or x). Other GPUs may have other last bits, and go other ways.
+// Activations in few instructions and without a table: those with a sigmoid by the GPU's own approximations of 2^t and
+// 1 / x. They need no clamps: where 2^t is above 2^126 its reciprocal would be subnormal, and is 0, as it is defined.
+//
+// Of bf16 values, and rounded to bf16, they differ from numerics/activation.h by less than what rounds away. That this
+// is so for every one of the 65536 values is a matter of their last bits, and was seen on Hopper
+// (tests/test_nvfp4_column_amax.py runs through those that are not plainly 0, x / 2 or x). Other GPUs may have other
+// last bits, and go other ways. Of other values: activation_guarded.cuh.
 #pragma once
 
 #include "activation.cuh"
@@ -26,19 +29,10 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
   return y;
 }
 
-// What 2 is raised to in 1 / (1 + 2^t).
-template <Activation kKind>
-__device__ __forceinline__ float fast_exponent(float x) {
-  if (kKind == Activation::kSilu) return x * kMinusLog2E;
-  if (kKind == Activation::kQuickGelu) return x * -0x1.3a4cbep+1f;
-  return x * fused_multiply_add(-0x1.a5a7cep-4f, x * x, -0x1.26aec2p+1f);
-}
-
 template <Activation kKind>
 __device__ __forceinline__ float fast_activation(float x) {
   if constexpr (is_rectifier(kKind)) return activate<kKind>(x).value;
-  const float exponent = fminf(fast_exponent<kKind>(x), 125.0f);
-  return x * approximate_reciprocal(1.0f + approximate_power(exponent));
+  return x * approximate_reciprocal(1.0f + approximate_power(sigmoid_exponent(kKind, x)));
 }
 
 // Of the two values in a word of bf16.

@@ -1,30 +1,19 @@
-// Activations of floats, rounded to bf16, by the GPU's own approximations of 2^t and 1 / x: a third of the instructions
-// of numerics/activation.h, and the same bits.
+// Activations of floats, rounded to bf16, by activation_fast.cuh's approximations: a third of the instructions of
+// numerics/activation.h, and the same bits.
 //
 // Both start with the same t. What follows differs by less than 2^-20 of the result: 2^-22 for 2^t and 2^-23 for 1 / x
 // by PTX's bounds, 1.7e-7 for 2^t over there, and a rounding each for the sum, the products and the quotient. That is
 // 16 units in the last place of a float. So both round to the same bf16 value, unless the approximation lies as near to
-// the middle between two of them: then the pair is made anew, exactly.
+// the middle between two of them: then the pair is made anew, exactly. Two ends: both are 0 where t is above 126, for
+// the next float is further away than they differ, and GPUs raise 2 to an integer exactly. Both are exactly x / 2 where
+// that is subnormal, and its last place worth more.
 #pragma once
 
 #include "activation_fast.cuh"
+#include "made.cuh"
 
 namespace te_dist {
 namespace cuda {
-
-// Units in the last place of a float. On Hopper the sigmoids differ by 5.3 at most, seen over all floats; the products
-// add up to 3.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr uint32_t kGuard = 10u;
-#else
-constexpr uint32_t kGuard = 24u;
-#endif
-
-template <Activation kKind>
-__device__ __forceinline__ float approximate_activation(float x) {
-  const float exponent = fminf(sigmoid_argument(kKind, x) * kMinusLog2E, 125.0f);
-  return x * approximate_reciprocal(1.0f + approximate_power(exponent));
-}
 
 // Rare, and so kept out of the loops. The result of two values, times their seconds.
 static __device__ __noinline__ uint32_t exact_pair(Activation kind, float2 x, float2 second) {
@@ -35,15 +24,10 @@ static __device__ __noinline__ uint32_t exact_pair(Activation kind, float2 x, fl
   return pack_bf16(y.x * second.x, y.y * second.y);
 }
 
-// What lies behind the bits of two bf16 values in floats, as distances from kGuard below the middle, modulo 2^16.
-constexpr uint32_t kToGuard = (0x8000u + kGuard) * 0x10001u;
-__device__ __forceinline__ bool is_guarded(uint32_t distances) {
-  return (distances & 0xFFFFu) < 2u * kGuard || distances < 2u * kGuard << 16;
-}
-
 // act(x), times `second` where gated, of eight.
 template <Activation kKind, bool kGated>
-__device__ __forceinline__ uint4 activated_eight(const float (&x)[8], const float (&second)[8]) {
+__device__ __forceinline__ uint4 activated_eight(const RoundingGuard& guard, const float (&x)[8],
+                                                 const float (&second)[8]) {
   uint32_t word[4];
   uint32_t behind[4];
   uint32_t nearest = 0xFFFFFFFFu;
@@ -53,18 +37,18 @@ __device__ __forceinline__ uint4 activated_eight(const float (&x)[8], const floa
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const float value = x[2 * w + k];
-      y[k] = is_rectifier(kKind) ? activate<kKind>(value).value : approximate_activation<kKind>(value);
+      y[k] = fast_activation<kKind>(value);
       if (kGated) y[k] *= second[2 * w + k];
     }
     word[w] = pack_bf16(y[0], y[1]);
     if (is_rectifier(kKind)) continue;
     behind[w] = __byte_perm(bits_of(y[0]), bits_of(y[1]), 0x5410);
-    nearest = __viaddmin_u16x2(behind[w], kToGuard, nearest);
+    nearest = __viaddmin_u16x2(behind[w], guard.shift, nearest);
   }
-  if (!is_rectifier(kKind) && is_guarded(nearest)) {
+  if (!is_rectifier(kKind) && guard.has(nearest)) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      if (!is_guarded(__vadd2(behind[w], kToGuard))) continue;
+      if (!guard.has(__vadd2(behind[w], guard.shift))) continue;
       const float2 seconds =
           kGated ? make_float2(second[2 * w], second[2 * w + 1]) : make_float2(1.0f, 1.0f);
       word[w] = exact_pair(kKind, make_float2(x[2 * w], x[2 * w + 1]), seconds);

@@ -1,7 +1,7 @@
 // The sigmoids inside of SiLU, GELU and quick-GELU from a table in shared memory.
 //
 // Without a bias their argument is a bf16 value, and there are few of these: outside of a range of magnitudes
-// the sigmoid is 1/2, 1 or 2^-125 (numerics/activation.h clamps its exponent), inside lie 16 binades. A look-up
+// the sigmoid is 1/2, 1 or 0, inside lie 16 binades. A look-up
 // takes a third of the instructions of the arithmetic, and no branch tells the activations apart. Blocks fill
 // their tables themselves, so that the numbers are those of the arithmetic, and keep them for many tiles.
 #pragma once
@@ -17,7 +17,7 @@ namespace cuda {
 template <bool kExact>
 struct SigmoidTable {
   static constexpr uint32_t kLow = kExact ? 0x3300u : 0x3B00u;  // magnitude bits up to which it is 1/2
-  static constexpr uint32_t kHigh = 0x42B0u;                    // and from which on 1 or 2^-125
+  static constexpr uint32_t kHigh = 0x42B0u;                    // and from which on 1 or 0
   static constexpr int kSide = static_cast<int>(kHigh - kLow + 1u);
   static constexpr int kBytes = 2 * kSide * static_cast<int>(sizeof(float));
 
@@ -31,7 +31,7 @@ struct SigmoidTable {
       const bool negative = at < kSide;
       const uint32_t distance = static_cast<uint32_t>(negative ? kSide - 1 - at : at - kSide);
       const float x = to_float(bf16_t{static_cast<uint16_t>((negative ? 0x8000u : 0u) | (kLow + distance))});
-      const float sigma = distance == 0u ? 0.5f : sigmoid(sigmoid_argument(kind, x));
+      const float sigma = distance == 0u ? 0.5f : sigmoid(sigmoid_exponent(kind, x));
       memory[at] = sigma;
     }
     SigmoidTable table{memory + kSide, 0u};

@@ -21,12 +21,12 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return c;
 }
 
-// Bits that those of no |act| exceed, of values from `low` to `high`. in_trough: the largest |act| below zero, where no
-// clamp is near. Of a NaN: above all.
+// Bits that those of no |act| exceed, of values from `low` to `high`. in_trough: the largest |act| below zero. Above
+// all of a NaN, and of minus infinity, which becomes one.
 __device__ __forceinline__ uint32_t bound_of(Activation kind, float low, float high, uint32_t in_trough) {
   if (kind == Activation::kSquaredRelu) high = larger_or_nan(high, 0.0f) * high;
   const auto below = static_cast<int>(bits_of(fmaxf(-low, 0.0f)));
-  const int negative = low < -0x1p64f ? below : min(below, static_cast<int>(in_trough));
+  const int negative = low == -INFINITY ? 0x7FFFFFFF : min(below, static_cast<int>(in_trough));
   return static_cast<uint32_t>(max(static_cast<int>(bits_of(high)), negative));
 }
 
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksP
       unpack_eight<bf16_t>(load(r), v);
       add_eight(v, bias);
       with_activation(x.activation, [&](auto tag) {
-        word = max_of_vector<bf16_t>(word, activated_eight<decltype(tag)::kind, false>(v, v));
+        word = max_of_vector<bf16_t>(word, activated_eight<decltype(tag)::kind, false>(x.guard, v, v));
       });
     }
     const uint32_t raw = __reduce_max_sync(kFullWarp, Words<bf16_t>::fold(word));

@@ -7,6 +7,15 @@
 namespace te_dist {
 namespace cuda {
 
+// Around the middle between two bf16 values: where activation_guarded.cuh's approximations may round otherwise than
+// what they stand for.
+struct RoundingGuard {
+  uint32_t shift;  // what lies behind the bits of two bf16 values in floats, plus this: distances from its beginning
+  uint32_t width;  // of the upper one
+
+  __device__ __forceinline__ bool has(uint32_t distances) const { return distances << 16 < width || distances < width; }
+};
+
 // A Source as the device sees it; cols are those of one tile row, H for a gated gradient.
 struct Made {
   Produce kind;
@@ -26,6 +35,7 @@ struct Made {
   RowView weight;
   RowView bias;  // of the first operand
   RowView second_bias;
+  RoundingGuard guard;
   float* mean;
   float* rstd;
   float* partials;

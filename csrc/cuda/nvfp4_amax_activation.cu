@@ -12,15 +12,15 @@ namespace cuda {
 namespace {
 
 // No activation is larger in magnitude than what this makes of its operand: of x >= 0, x or x (p + q x), the smaller
-// one, which a sigmoid of at most 1 and of at most 1/2 + z/4 stay below. Of others x, but `trough` at most, until the
-// operand is so low that the sigmoid's smallest value counts (kLowest). All numbers are bf16, and p and q so much
-// larger than they have to be that roundings do no harm: tests/test_nvfp4_column_amax.py runs through all values.
+// one, which a sigmoid of at most 1 and of at most 1/2 + z/4 stay below. Of others x, but `trough` at most; not of
+// minus infinity, which becomes a NaN (kLowest). All numbers are bf16, and p and q so much larger than they have to be
+// that roundings do no harm: tests/test_nvfp4_column_amax.py runs through all values.
 template <Activation kKind>
 struct ActivationBound {
   static constexpr uint32_t kP = 0x3F02u;
   static constexpr uint32_t kQ = kKind == Activation::kSilu ? 0x3E82u : 0x3EDCu;
   static constexpr uint32_t kTrough = kKind == Activation::kSilu ? 0xBE90u : 0xBE30u;
-  static constexpr uint32_t kLowest = 0xF180u;  // -2^100
+  static constexpr uint32_t kLowest = 0xFF80u;
 
   // Of the two values in a word, with some sign.
   static __device__ __forceinline__ uint32_t of(uint32_t word) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void make_activation(const Made& x, const MakeTask& t
       float v[8];
       float second[8];
       bias.unpack(x, from, v, second);
-      *to = activated_eight<decltype(tag)::kind, kGated>(v, second);
+      *to = activated_eight<decltype(tag)::kind, kGated>(x.guard, v, second);
       clear_unless_there(x, task, i, to);
     });
   });

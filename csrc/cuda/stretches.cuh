@@ -1,10 +1,10 @@
-// |act| goes up and down in four stretches of bf16 values, so that the outermost values of each decide its amax.
+// |act| goes up and down in three stretches of bf16 values, so that the outermost values of each decide its amax.
 // tests/test_producers.py checks the stretches over all bf16 values.
 //
-//   x >= 0                |act| grows with x                              a: the largest as signed integer
-//   -0 ... trough         |act| grows with |x|                            b: the largest up to the trough
-//   trough ... clamp      |act| falls with |x|                            c: the smallest behind the trough
-//   clamp ... -inf        |act| grows with |x|, the sigmoid is 2^-125     d: the largest as unsigned integer
+//   x >= 0                |act| grows with x        a: the largest as signed integer
+//   -0 ... trough         |act| grows with |x|      b: the largest up to the trough
+//   trough ...            |act| falls with |x|      c: the smallest behind the trough
+//   -inf                  is a NaN                  d: the largest as unsigned integer
 //
 // As integers, the bits of negative values are ordered by magnitude, and behind infinity come NaNs, which a and
 // d keep. Where a stretch is empty its integer is one of another stretch, and does no harm.

@@ -14,18 +14,19 @@ TED_FN constexpr bool is_rectifier(Activation kind) {
   return kind == Activation::kRelu || kind == Activation::kSquaredRelu;
 }
 
-// 1 / x, rounded correctly, for x in [1, 2^126): what a division compiles to without the branch for the rest.
+// 1 / x, rounded correctly, for x in [1, 2^128); 0 in the place of what would be subnormal, where x is above 2^126. On
+// a GPU: what a division compiles to, without the branch for the rest.
 TED_FN float reciprocal_above_one(float x) {
 #if defined(__CUDA_ARCH__)
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return __fmaf_rn(y, -__fmaf_rn(x, y, -1.0f), y);
 #else
-  return 1.0f / x;
+  return x > 0x1p126f ? 0.0f : 1.0f / x;
 #endif
 }
 
-// 2^t for |t| <= 125, to 1.7e-7. Anything for a NaN: the products around it carry the NaN.
+// 2^t for t in [-125, 127], to 1.7e-7. Anything for a NaN: the products around it carry the NaN.
 TED_FN float exp2_bounded(float t) {
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float shifted = t + kShift;
@@ -39,15 +40,12 @@ TED_FN float exp2_bounded(float t) {
   return float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
-constexpr float kMinusLog2E = -0x1.715476p+0f;
-
-// 1 / (1 + exp(-z)).
-TED_FN float sigmoid(float z) {
-  float t = z * kMinusLog2E;
+// 1 / (1 + 2^t), and 0 where t is above 126.
+TED_FN float sigmoid(float t) {
 #if defined(__CUDA_ARCH__)
-  t = fmaxf(fminf(t, 125.0f), -125.0f);  // one instruction each, which drops a NaN: see above
+  t = fmaxf(fminf(t, 127.0f), -125.0f);  // one instruction each, which drops a NaN: see above
 #else
-  t = t > 125.0f ? 125.0f : t;
+  t = t > 127.0f ? 127.0f : t;
   t = t < -125.0f ? -125.0f : t;
 #endif
   return reciprocal_above_one(1.0f + exp2_bounded(t));
@@ -60,21 +58,20 @@ struct ValueAndSlope {
 
 // GELU is its tanh form: x * sigmoid(x * (a + b x^2)), since (1 + tanh(u)) / 2 = sigmoid(2 u).
 constexpr float kGeluA = 0x1.988454p+0f;       // 2 sqrt(2 / pi)
-constexpr float kGeluB = 0x1.2444f2p-4f;       // 0.044715 a
-constexpr float kGeluThreeB = 0x1.b6676cp-3f;  // 3 b
+constexpr float kGeluThreeB = 0x1.b6676cp-3f;  // 3 b = 3 * 0.044715 a
 constexpr float kQuickGelu = 0x1.b3b646p+0f;   // 1.702
 
 // value = x * s; slope = s * (1 + w (1 - s)), w = x times the slope of the sigmoid's argument.
-TED_FN ValueAndSlope gate_by_sigmoid(float x, float z, float w) {
-  const float s = sigmoid(z);
+TED_FN ValueAndSlope gate_by_sigmoid(float x, float t, float w) {
+  const float s = sigmoid(t);
   return ValueAndSlope{x * s, s * fused_multiply_add(w, 1.0f - s, 1.0f)};
 }
 
-// What the sigmoid of SiLU, GELU and quick-GELU is taken of.
-TED_FN float sigmoid_argument(Activation kind, float x) {
-  if (kind == Activation::kQuickGelu) return kQuickGelu * x;
-  if (kind == Activation::kSilu) return x;
-  return x * fused_multiply_add(kGeluB, x * x, kGeluA);
+// What 2 is raised to in the sigmoid of SiLU, GELU and quick-GELU: -log2(e) times the argument.
+TED_FN float sigmoid_exponent(Activation kind, float x) {
+  if (kind == Activation::kQuickGelu) return x * -0x1.3a4cbep+1f;
+  if (kind == Activation::kSilu) return x * -0x1.715476p+0f;
+  return x * fused_multiply_add(-0x1.a5a7d0p-4f, x * x, -0x1.26aec2p+1f);  // b and a
 }
 
 // Slopes times x, with which the slopes of these activations are made.
@@ -95,7 +92,7 @@ TED_FN ValueAndSlope activate(float x) {
     const float positive = x <= 0.0f ? 0.0f : x;
     return ValueAndSlope{positive * positive, positive + positive};
   }
-  return gate_by_sigmoid(x, sigmoid_argument(kKind, x), sigmoid_slope(kKind, x));
+  return gate_by_sigmoid(x, sigmoid_exponent(kKind, x), sigmoid_slope(kKind, x));
 }
 
 }  // namespace te_dist
