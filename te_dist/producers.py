@@ -104,7 +104,10 @@ class NormOutput(Producer):
 
 
 class ActivationOutput(Producer):
-    """act(x + bias), or act(a) * b of the two halves of `x` [M, 2K] where it is gated (bias [2K])."""
+    """act(x + bias), or act(a) * b of the two halves of `x` [M, 2K] where it is gated (bias [2K]).
+
+    x + bias is rounded to x's dtype: the result is that of the sum without a bias, bit for bit.
+    """
 
     __slots__ = ("activation", "bias", "gated")
 

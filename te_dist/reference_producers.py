@@ -138,7 +138,7 @@ def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x.float() if bias is None else x.float() + bias.float()
+    return x.float() if bias is None else (x.float() + bias.float()).to(x.dtype).float()
 
 
 def activation_output(x: Tensor, activation: str, gated: bool, bias: Tensor | None) -> Tensor:

@@ -72,6 +72,7 @@ BUILDS: dict[str, Callable[[Tensor], Producer]] = {
     "swiglu": lambda x: activation(wide(x), "swiglu", False),
     "biased swiglu": lambda x: activation(wide(x), "swiglu"),
     "dgelu": lambda x: gradient(x, "gelu", False),
+    "biased dgelu": lambda x: gradient(x, "gelu"),
     "dswiglu": lambda x: gradient(wide(x), "swiglu", False),
     "biased dswiglu": lambda x: gradient(wide(x), "swiglu"),
     "plain": Plain,

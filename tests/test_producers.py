@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -116,6 +118,25 @@ def test_activations_equal_the_reference(device: str, dtype: torch.dtype, name: 
             for with_bias in (False, True):
                 what = f"{build.__name__} {rows}x{cols} bias {with_bias}"
                 check_made(lambda x: build(x, name, with_bias), x, device, what)  # noqa: B023
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_bias_is_as_if_it_had_been_added_before(device: str, name: str, dtype: torch.dtype, backend: str) -> None:
+    x, bias = matrix(37, 264, dtype), matrix(1, 264, torch.float32, 3)[0]
+    bias[:8] = torch.tensor([-0.0, 0.0, 1e-30, -1e-30, 6e4, -6e4, 3.38e38, math.nan])
+    x[0, :8], x[1, :2] = x[0, 5], -0.0
+    for bias_dtype in {dtype, torch.float32}:
+        biases = bias.to(bias_dtype)
+        total = (x.float() + biases.float()).to(dtype)
+        if bias_dtype == dtype:
+            assert_equal_with_nan(total, x + biases, "the sum of torch")
+        grad = matrix(*ActivationOutput(x, name).shape, dtype, 4).to(device)
+        with te_dist.use_backend("reference") if backend == "reference" else nullcontext():
+            for build in (ActivationOutput, partial(ActivationGradient, grad)):
+                mine, theirs = build(x.to(device), name, biases.to(device)), build(total.to(device), name)
+                assert_equal_with_nan(kernels.materialize(mine), kernels.materialize(theirs), f"{name} {bias_dtype}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -319,22 +340,19 @@ def test_every_bf16_value_by_table(name: str, columnwise: bool) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.large
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if split_activation(name)[1]])
 def test_approximations_round_to_the_same_bits(name: str) -> None:
-    """With a bias, arguments are floats, and one in a thousand results lies so near to the middle between two bf16
-    values that an approximation could round to the other one."""
+    """One in a thousand products with a second factor lies so near to the middle between two bf16 values that an
+    approximation could round to the other one."""
     generator = torch.Generator().manual_seed(6)
-    for size in (1.0, 6.0, 40.0):
-        x = torch.randn(2304, 4096, generator=generator).mul_(size).bfloat16()
-        bias = torch.randn(4096, generator=generator).mul_(size)
-        theirs = kernels.materialize(ActivationOutput(x, name, bias))
-        mine = kernels.materialize(ActivationOutput(x.cuda(), name, bias.cuda()))
-        assert_same_bytes(mine.cpu(), theirs, f"{name} of {size}")
-    bias, x = ends_of_sigmoids(), torch.full((2304, 4096), -0.0).bfloat16()
-    if split_activation(name)[1]:
-        bias, x = torch.cat([bias, torch.zeros_like(bias)]), torch.cat([x, torch.ones_like(x)], 1)
-    # Its columns have scales of their own, under which the smallest values are not 0.
-    check_quantized(lambda x: ActivationOutput(x, name, bias.to(x.device)), x, "block_1d", True)
+    firsts = [torch.randn(2304, 2048, generator=generator).mul_(size) for size in (1.0, 6.0, 40.0)]
+    # Down to sigmoids of nearly 0, whose products with large factors are not.
+    for first, size in (*((first, 1.0) for first in firsts), (EVERY_BF16.repeat(72).view(2304, 2048), 2.0**100)):
+        second = torch.randn(2304, 2048, generator=generator).mul_(size)
+        x = torch.cat([first, second], 1).bfloat16()
+        theirs = kernels.materialize(ActivationOutput(x, name))
+        mine = kernels.materialize(ActivationOutput(x.cuda(), name))
+        assert_same_bytes(mine.cpu(), theirs, f"{name} of {first.max()}")
 
 
 # What the sigmoids' exponents are made of (csrc/numerics/activation.h): t = -x (a + b x^2).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import te_dist
 from te_dist import kernels, reference
-from te_dist.producers import NormOutput, Plain, Producer
+from te_dist.producers import ActivationOutput, NormOutput, Plain, Producer
 
 pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
 
@@ -309,7 +310,16 @@ def test_rows_at_any_distance(name: str, step: int) -> None:
 
 
 MADE = (*FORMATS, "block_1d_f32", "nvfp4", "nvfp4_rht")
+OF_TENSORS = ("current_e4m3", "current_e5m2", "nvfp4", "nvfp4_rht")  # one NaN makes all their values NaN
 BANDS = ((1280, 1024), (4480, 2048), (2048, 4096), (896, 8192), (640, 1536))
+
+
+def with_wide_bias(made: ActivationOutput) -> ActivationOutput:
+    """In fp32, and values that bf16 does not have."""
+    assert made.bias is not None
+    return ActivationOutput(made.x, made.activation, made.bias.float() * 1.001)
+
+
 # More tiles than blocks at once; for norms, rows of several lengths, three of them with more bands than statistics
 # lead by.
 PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], ...]]] = {
@@ -327,8 +337,13 @@ PRODUCERS: dict[str, tuple[Callable[[Tensor], Producer], tuple[tuple[int, int], 
     "reglu": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "reglu", False), ((2304, 4096),)),
     "dsilu": (lambda x: gradient(x, "silu", False), ((2304, 4096),)),
     "gelu with bias": (lambda x: activation(x, "gelu"), ((2304, 4096),)),
+    "silu with bias": (lambda x: activation(x, "silu"), ((2304, 4096),)),
+    "qgelu with bias": (lambda x: activation(x, "qgelu"), ((2304, 4096), (256, 512))),
+    "gelu with wide bias": (lambda x: with_wide_bias(activation(x, "gelu")), ((2304, 4096),)),
     "swiglu with bias": (lambda x: activation(torch.cat([x, x.flip(0)], 1), "swiglu"), ((2304, 4096),)),
+    "srelu with bias": (lambda x: activation(x, "srelu"), ((2304, 4096),)),
     "dgelu with bias": (lambda x: gradient(x, "gelu"), ((2304, 4096),)),
+    "dswiglu with bias": (lambda x: gradient(torch.cat([x, x.flip(0)], 1), "swiglu"), ((2304, 4096),)),
     "plain": (Plain, ((256, 1024),)),
 }
 
@@ -341,14 +356,13 @@ def test_producers(what: str, planes: str) -> None:
     build, shapes = PRODUCERS[what]
     rowwise, columnwise = PLANES[planes]
     for shape in shapes:
-        x = matrix(*shape, torch.bfloat16).cuda()
-        if what not in ("rms", "layer", "one band"):
-            x = with_specials(x.cpu()).cuda()
-        for sums in (False, True):
+        finite = matrix(*shape, torch.bfloat16).cuda()
+        special = finite if what in ("rms", "layer", "one band") else with_specials(finite.cpu()).cuda()
+        for sums, (x, formats) in itertools.product((False, True), ((finite, OF_TENSORS), (special, MADE))):
             theirs = build(x)
             theirs.want_column_sums()
             made = kernels.materialize(theirs)
-            for name in MADE:
+            for name in formats:
                 mine = build(x)
                 if sums:
                     mine.want_column_sums()

@@ -137,8 +137,12 @@ struct Scratch {
   std::vector<char> narrow;
 };
 
-void add_bias(float* x, const std::vector<float>& bias) {
-  if (!bias.empty()) add_to(x, bias.data(), static_cast<int64_t>(bias.size()));
+// scratch.x <- x + bias, rounded as if it had been in memory.
+void add_bias(Scratch& scratch, const std::vector<float>& bias, Float dtype) {
+  if (bias.empty()) return;
+  const auto n = static_cast<int64_t>(bias.size());
+  add_to(scratch.x.data(), bias.data(), n);
+  round_and_store(scratch.x.data(), n, dtype, nullptr, scratch.narrow);
 }
 
 void activation_row(const Source& from, int64_t row, const std::vector<float>& bias, Scratch& scratch) {
@@ -146,7 +150,7 @@ void activation_row(const Source& from, int64_t row, const std::vector<float>& b
   const int64_t wide = from.gated ? 2 * n : n;
   scratch.x.resize(static_cast<size_t>(wide));
   widen(element(from.data, from.dtype, row * from.stride), from.dtype, wide, scratch.x.data());
-  add_bias(scratch.x.data(), bias);
+  add_bias(scratch, bias, from.dtype);
   const float* __restrict x = scratch.x.data();
   float* __restrict made = scratch.made.data();
   with_activation(from.activation, [&](auto act) {
@@ -162,7 +166,7 @@ void activation_grad_row(const Source& from, int64_t row, const std::vector<floa
   scratch.grad.resize(static_cast<size_t>(n));
   widen(element(from.data, from.dtype, row * from.stride), from.dtype, from.cols, scratch.x.data());
   widen(element(from.grad, from.dtype, row * from.grad_stride), from.dtype, n, scratch.grad.data());
-  add_bias(scratch.x.data(), bias);
+  add_bias(scratch, bias, from.dtype);
   const float* __restrict x = scratch.x.data();
   const float* __restrict grad = scratch.grad.data();
   float* __restrict made = scratch.made.data();

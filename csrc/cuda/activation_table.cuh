@@ -1,9 +1,9 @@
 // The sigmoids inside of SiLU, GELU and quick-GELU from a table in shared memory.
 //
-// Without a bias their argument is a bf16 value, and there are few of these: outside of a range of magnitudes
-// the sigmoid is 1/2, 1 or 0, inside lie 16 binades. A look-up
-// takes a third of the instructions of the arithmetic, and no branch tells the activations apart. Blocks fill
-// their tables themselves, so that the numbers are those of the arithmetic, and keep them for many tiles.
+// Their argument is a bf16 value, and there are few of these: outside of a range of magnitudes the sigmoid is 1/2, 1 or
+// 0, inside lie 16 binades. A look-up takes a third of the instructions of the arithmetic, and no branch tells the
+// activations apart. Blocks fill their tables themselves, so that the numbers are those of the arithmetic, and keep
+// them for many tiles.
 #pragma once
 
 #include "../numerics/activation.h"

@@ -31,11 +31,9 @@ int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumula
 // The same of a matrix that is made on the fly.
 int launch_amax_made(const Source& x, const AmaxOut& out, bool accumulate, const float* noop, Lane lane);
 
-// Activations without bias or gate, whose operand is fused (check::fused). As all launchers of one kind of what is
-// made, it raises what is in out.amax, and returns the number of blocks.
-inline bool goes_up_and_down(const Source& x) {
-  return x.kind == Produce::kActivation && !x.gated && x.bias.data == nullptr;
-}
+// Activations without a gate, whose operand is fused (check::fused). As all launchers of one kind of what is made, it
+// raises what is in out.amax, and returns the number of blocks.
+inline bool goes_up_and_down(const Source& x) { return x.kind == Produce::kActivation && !x.gated; }
 int launch_amax_activation(const Source& x, const AmaxOut& out, const float* noop, Lane lane);
 // Those with a bias.
 int launch_amax_biased(const Made& x, const AmaxOut& out, const float* noop, Lane lane);

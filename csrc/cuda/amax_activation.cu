@@ -32,12 +32,7 @@ __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlock
       v[u] = __ldg(from + min(first + u * 32, vectors - 1));
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      found.take(v[u].x);
-      found.take(v[u].y);
-      found.take(v[u].z);
-      found.take(v[u].w);
-    }
+    for (int u = 0; u < kUnroll; ++u) found.take(v[u]);
   }
   found.give<StretchConfig::kThreads>(kind, out, scratch);
 }

@@ -1,6 +1,5 @@
-// amax of an activation with a bias, at the price of reading its operand: |act| is at most |x|, and below zero at most
-// what it is in its trough, so few sums of operand and bias can be the largest. Only those are activated.
-#include "activation_guarded.cuh"
+// amax of an activation with a bias and without a gate, at the price of reading its operand: amax_activation.cu, but by
+// rows, of which several share their biases.
 #include "made.cuh"
 #include "stretches.cuh"
 
@@ -15,30 +14,13 @@ struct BiasedConfig {
   static constexpr int kCols = 32 * 8;  // and columns
 };
 
-__device__ __forceinline__ float larger_or_nan(float a, float b) {
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
-// Bits that those of no |act| exceed, of values from `low` to `high`. in_trough: the largest |act| below zero. Above
-// all of a NaN, and of minus infinity, which becomes one.
-__device__ __forceinline__ uint32_t bound_of(Activation kind, float low, float high, uint32_t in_trough) {
-  if (kind == Activation::kSquaredRelu) high = larger_or_nan(high, 0.0f) * high;
-  const auto below = static_cast<int>(bits_of(fmaxf(-low, 0.0f)));
-  const int negative = low == -INFINITY ? 0x7FFFFFFF : min(below, static_cast<int>(in_trough));
-  return static_cast<uint32_t>(max(static_cast<int>(bits_of(high)), negative));
-}
-
 __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksPerSm)
     amax_biased_kernel(const __grid_constant__ Made x, AmaxOut out, const float* noop) {
   constexpr int kRows = BiasedConfig::kRows;
   constexpr unsigned kWarps = BiasedConfig::kThreads / 32;
-  __shared__ uint32_t seen;  // bits of the largest |act| of the block so far
+  __shared__ uint32_t scratch[kWarps];
   if (is_noop(noop)) return;
-  if (threadIdx.x == 0) seen = 0u;
-  __syncthreads();
-  const uint32_t in_trough = activated_magnitude(x.activation, trough_of(x.activation));
+  Stretches found(x.activation);
   const auto cols = static_cast<int>(x.cols);
   const auto last_row = static_cast<int>(x.rows) - 1;
   const auto across = static_cast<unsigned>((cols - 1) / BiasedConfig::kCols + 1);
@@ -49,43 +31,16 @@ __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksP
     const int row = static_cast<int>(down) * kRows;
     const int col = min(static_cast<int>(item - down * across) * BiasedConfig::kCols +
                             static_cast<int>(threadIdx.x % 32) * 8, cols - 8);
-    const auto load = [&](int r) {
-      return __ldg(reinterpret_cast<const uint4*>(x.data + min(row + r, last_row) * x.stride + col));
-    };
-    uint4 vector[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) vector[r] = load(r);
-    float bias[8];
-    load_vector<true>(x.bias, col, kNoBias, bias);
-    float v[8];
-    float high = -INFINITY;
-    float low = INFINITY;
+    uint4 v[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      unpack_eight<bf16_t>(vector[r], v);
-      add_eight(v, bias);
+      v[r] = __ldg(reinterpret_cast<const uint4*>(x.data + min(row + r, last_row) * x.stride + col));
+    }
+    const EightBiases biases = EightBiases::load(x.bias, col);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        high = larger_or_nan(high, v[j]);
-        low = fminf(low, v[j]);
-      }
-    }
-    const uint32_t before = *static_cast<volatile uint32_t*>(&seen);
-    if (__all_sync(kFullWarp, bound_of(x.activation, low, high, in_trough) <= before)) continue;
-    uint32_t word = 0u;
-#pragma unroll 1
-    for (int r = 0; r < kRows; ++r) {  // loaded again: registers cannot be indexed
-      unpack_eight<bf16_t>(load(r), v);
-      add_eight(v, bias);
-      with_activation(x.activation, [&](auto tag) {
-        word = max_of_vector<bf16_t>(word, activated_eight<decltype(tag)::kind, false>(x.guard, v, v));
-      });
-    }
-    const uint32_t raw = __reduce_max_sync(kFullWarp, Words<bf16_t>::fold(word));
-    if (threadIdx.x % 32 == 0) atomicMax(&seen, bits_of(Words<bf16_t>::to_float_of_raw(raw)));
+    for (int r = 0; r < kRows; ++r) found.take(biases.added_to(v[r]));
   }
-  __syncthreads();
-  if (threadIdx.x == 0) give_amax(out, float_of(seen));
+  found.give<BiasedConfig::kThreads>(x.activation, out, scratch);
 }
 
 }  // namespace

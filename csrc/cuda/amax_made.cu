@@ -38,9 +38,7 @@ int launch_amax_made(const Source& x, const AmaxOut& out, bool accumulate, const
   if (in_place && !accumulate) launch_amax_reset(out.amax, nullptr, noop, lane);
   int blocks = 0;
   if (goes_up_and_down(x)) {
-    blocks = launch_amax_activation(x, to, noop, lane);
-  } else if (x.kind == Produce::kActivation && !x.gated) {
-    blocks = launch_amax_biased(made, to, noop, lane);
+    blocks = made.biased ? launch_amax_biased(made, to, noop, lane) : launch_amax_activation(x, to, noop, lane);
   } else if (norm) {
     blocks = launch_amax_norm(made, x.make_stats, to, noop, lane);
   } else {

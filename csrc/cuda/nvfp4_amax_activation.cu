@@ -1,4 +1,4 @@
-// NVFP4's two global amaxes of what an activation without a bias or a gate makes of whole tiles: 2 bytes an element.
+// NVFP4's two global amaxes of what an activation without a gate makes of whole tiles: 2 bytes an element.
 // The row path's follows from the operand's outermost values (stretches.cuh). For the column path's, columns are
 // bounded by their operand, in bf16, two values an instruction; few have to be made and transformed (ColumnAmax).
 #include "activation_fast.cuh"
@@ -61,8 +61,8 @@ struct NvActivationAmax {
 // A warp takes 16 rows at a time, and a lane four columns of them.
 template <Activation kKind>
 __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::kBlocksPerSm)
-    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, unsigned across, unsigned items, float* amax_row,
-                                 float* amax_col, const float* noop) {
+    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, const bf16_t* bias, unsigned across,
+                                 unsigned items, float* amax_row, float* amax_col, const float* noop) {
   constexpr int kWarps = NvActivationAmax::kThreads / 32;
   using Bound = ActivationBound<kKind>;
   using W = Words<bf16_t>;
@@ -81,6 +81,14 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) load_words(from + i * stride, patch.word[i]);
     columns.ask();
+    if (bias != nullptr) {
+      const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        patch.word[i][0] = add_bf16(patch.word[i][0], biases.x);
+        patch.word[i][1] = add_bf16(patch.word[i][1], biases.y);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       found.take(patch.word[i][0]);
@@ -112,8 +120,8 @@ void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_co
   const int blocks = grid_size(smaller(ceil_div(items, Config::kThreads / 32), most));
   with_fast_activation(x.activation, [&](auto tag) {
     launch_close("nvfp4_amax_activation_kernel", nvfp4_amax_activation_kernel<decltype(tag)::kind>, blocks,
-                 Config::kThreads, 0, lane, x.data, x.stride, static_cast<unsigned>(across),
-                 static_cast<unsigned>(items), amax_row, amax_col, noop);
+                 Config::kThreads, 0, lane, x.data, x.stride, static_cast<const bf16_t*>(x.bias.data),
+                 static_cast<unsigned>(across), static_cast<unsigned>(items), amax_row, amax_col, noop);
   });
 }
 

@@ -1,5 +1,5 @@
 // NVFP4 of what is made in whole tiles and never written: norms, which are made for the amaxes and once more for the
-// codes, and activations without a bias or a gate, whose amax follows from their operand.
+// codes, and activations without a gate, whose amax follows from their operand.
 #pragma once
 
 #include "norm_rows.cuh"

@@ -1,4 +1,4 @@
-// NVFP4 of what an activation without a bias or a gate makes of whole tiles, as nvfp4_whole_norm.cu does for norms.
+// NVFP4 of what an activation without a gate makes of whole tiles, as nvfp4_whole_norm.cu does for norms.
 #include "activation_fast.cuh"
 #include "nvfp4_unwritten.cuh"
 #include "nvfp4_whole.cuh"
@@ -10,11 +10,28 @@ namespace {
 template <Activation kKind>
 struct FromActivation {
   static constexpr bool kMade = true;
-  struct Shared {};
+  struct Shared {
+    uint4 biases[NvConfig::kLanes];  // of a tile's columns
+  };
+  const bf16_t* bias;  // may be null
 
-  __device__ __forceinline__ void prepare(Shared&, int64_t) const {}
-  __device__ __forceinline__ void take(const Shared&, int64_t, int, uint4* mine, bool kept, FourRows& rows) const {
+  __device__ __forceinline__ void prepare(Shared& shared, int64_t tile_col) const {
+    if (bias == nullptr || threadIdx.x >= NvConfig::kLanes) return;
+    shared.biases[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + threadIdx.x);
+  }
+  __device__ __forceinline__ void take(const Shared& shared, int64_t, int lane, uint4* mine, bool kept,
+                                       FourRows& rows) const {
     rows.load(mine);
+    if (bias != nullptr) {
+      const uint4 biases = shared.biases[lane];
+#pragma unroll
+      for (int i = 0; i < FourRows::kRows; ++i) {
+        rows.word[i][0] = add_bf16(rows.word[i][0], biases.x);
+        rows.word[i][1] = add_bf16(rows.word[i][1], biases.y);
+        rows.word[i][2] = add_bf16(rows.word[i][2], biases.z);
+        rows.word[i][3] = add_bf16(rows.word[i][3], biases.w);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < FourRows::kRows; ++i) {
 #pragma unroll
@@ -27,7 +44,8 @@ struct FromActivation {
 }  // namespace
 
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
-  return goes_up_and_down(x) && x.partials == nullptr && out.col_data != nullptr &&
+  const bool narrow = x.bias.data == nullptr || x.bias.dtype == Float::kBF16;
+  return goes_up_and_down(x) && narrow && x.partials == nullptr && out.col_data != nullptr &&
          has_fast_activation(x.activation) && is_whole<FromActivation<Activation::kSilu>>(x, options, out);
 }
 
@@ -36,7 +54,7 @@ void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, c
                                    Lane lane) {
   const Input operand{x.data, Float::kBF16, x.rows, x.cols, x.stride};
   with_fast_activation(x.activation, [&](auto tag) {
-    const FromActivation<decltype(tag)::kind> from{};
+    const FromActivation<decltype(tag)::kind> from{static_cast<const bf16_t*>(x.bias.data)};
     launch_whole(operand, from, options, amax_row, amax_col, parts, Before::kFindsAmaxes, out, noop, lane);
   });
 }

@@ -1,5 +1,5 @@
 // Tiles of a bf16 matrix that is made on the fly in registers, in the place of its operand: norms, matrices
-// whose columns are added up, and activations without a bias, whose sigmoids come from a table.
+// whose columns are added up, and activations, whose sigmoids come from a table.
 //
 // As with a matrix in memory, a thread loads an 8 x 8 patch, and blocks that work hide the latency of those that
 // load. Norms and sums: a block takes one tile. Activations: blocks stay, for the sake of their tables; with one
@@ -113,6 +113,26 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
 #pragma unroll
       for (int w = 0; w < 4; ++w) patch.word[i][w] = row + i < x.rows && col < x.cols ? patch.word[i][w] : 0u;
     }
+  }
+}
+
+// x + bias in the place of x, the patch of an activation's operand at column `col`.
+__device__ __forceinline__ void add_biases(const RowView& bias, int64_t col, Patch<bf16_t>& patch) {
+  const uint4 biases = load_first<true>(bias, col, kNoBiases);
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    patch.word[i][0] = add_bf16(patch.word[i][0], biases.x);
+    patch.word[i][1] = add_bf16(patch.word[i][1], biases.y);
+    patch.word[i][2] = add_bf16(patch.word[i][2], biases.z);
+    patch.word[i][3] = add_bf16(patch.word[i][3], biases.w);
+  }
+}
+// The same of an operand that waits in shared memory: see make_of_two.
+__device__ __forceinline__ void add_biases(const RowView& bias, int64_t col, uint4* mine) {
+  const uint4 biases = load_first<true>(bias, col, kNoBiases);
+#pragma unroll
+  for (int i = 0; i < TileConfig::kPatch; ++i) {
+    mine[i * PatchConfig::kThreads] = add_bf16(mine[i * PatchConfig::kThreads], biases);
   }
 }
 
@@ -333,6 +353,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       auto* ring = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes);
       for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring,
                              [&](Patch<bf16_t>& patch, const NearPlace& tile) {
+                               if (x.biased) add_biases(x.bias, tile.col + patch_col, patch);
                                make_activation(table, patch);
                                __syncthreads();  // see below
                                finish(patch, tile, true);
@@ -362,6 +383,11 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       if ((kWay == Way::kSlope || kWay == Way::kPaired) && !early) fetch_grad(tile);
       load_operand(x, x.data, x.stride, row, col, true, false, patch);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
+      if (x.biased) {
+        add_biases(x.bias, col, patch);
+        if constexpr (kWay == Way::kGated) add_biases(x.second_bias, col, mine);
+        if constexpr (kWay == Way::kPaired) add_biases(x.second_bias, col, mine + PatchConfig::kSlot);
+      }
       if constexpr (kWay == Way::kActivation) make_activation(table, patch);
       if constexpr (kWay == Way::kGated) {
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });

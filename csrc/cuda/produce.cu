@@ -92,6 +92,13 @@ struct ProduceColumns {
   float second_bias[8];
 };
 
+// v <- v + bias, rounded as if it had been in memory.
+__device__ __forceinline__ void add_bias(const RowView& bias, const float (&biases)[8], Float dtype, float (&v)[8]) {
+  if (bias.data == nullptr) return;
+  add_eight(v, biases);
+  to_floats(to_eight(v, dtype), dtype, v);
+}
+
 // Eight columns of a row, and those H further right of a gated gradient.
 __device__ __forceinline__ void make_row(const ProduceTask& task, const ProduceColumns& columns, int64_t row,
                                          int64_t col, float (&v)[8], float (&second)[8]) {
@@ -102,10 +109,10 @@ __device__ __forceinline__ void make_row(const ProduceTask& task, const ProduceC
     const RowStats stats{task.mean != nullptr ? task.mean[row] : 0.0f, task.rstd[row]};
     return apply_norm(v, stats.rstd, stats.shift(task.mean != nullptr), columns.gain, columns.bias);
   }
-  add_eight(v, columns.bias);
+  add_bias(task.bias, columns.bias, dtype, v);
   if (task.gated) {
     to_floats(load_eight(task.second.at_row(row, task.stride), col), dtype, second);
-    add_eight(second, columns.second_bias);
+    add_bias(task.second_bias, columns.second_bias, dtype, second);
   }
   if (task.kind == Produce::kActivation) {
     return with_activation(task.activation,

@@ -132,21 +132,25 @@ __device__ __forceinline__ void for_each_row(const Made& x, const MakeTask& task
 // Biases of a patch's columns.
 template <bool kGated>
 struct PatchBias {
-  float first[8];
-  float second[8];
+  EightBiases first;
+  EightBiases second;
 
   __device__ __forceinline__ PatchBias(const Made& x, int col) {
-    load_vector<true>(x.bias, col, kNoBias, first);
-    if (kGated) load_vector<true>(x.second_bias, col, kNoBias, second);
+    if (!x.biased) return;
+    first = EightBiases::load(x.bias, col);
+    if (kGated) second = EightBiases::load(x.second_bias, col);
   }
   // A row of the operand, and of the other factor where gated.
   __device__ __forceinline__ void unpack(const Made& x, const uint4* from, float (&v)[8], float (&other)[8]) const {
-    unpack_eight<bf16_t>(*from, v);
-    if (kGated) unpack_eight<bf16_t>(from[MadeConfig::kThreads], other);
-    if (!x.biased) return;
-    asm volatile("");  // or the compiler adds without a branch, nothing to most
-    add_eight(v, first);
-    if (kGated) add_eight(other, second);
+    uint4 row = *from;
+    uint4 other_row = kGated ? from[MadeConfig::kThreads] : row;
+    if (x.biased) {
+      asm volatile("");  // or the compiler adds without a branch, nothing to most
+      row = first.added_to(row);
+      if (kGated) other_row = second.added_to(other_row);
+    }
+    unpack_eight<bf16_t>(row, v);
+    if (kGated) unpack_eight<bf16_t>(other_row, other);
   }
 };
 

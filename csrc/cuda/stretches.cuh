@@ -40,6 +40,12 @@ class Stretches {
     c_ = __viaddmin_u16x2(word, minus_behind_, c_);
     d_ = __vmaxu2(d_, word);
   }
+  __device__ __forceinline__ void take(const uint4& v) {
+    take(v.x);
+    take(v.y);
+    take(v.z);
+    take(v.w);
+  }
 
   // In each half the lowest value, where one is negative, or a NaN, as an unsigned integer.
   __device__ __forceinline__ uint32_t lowest() const { return d_; }

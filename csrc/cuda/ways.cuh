@@ -65,7 +65,7 @@ inline bool has_room_for_pairs() {
 inline Way way_of(const Made& x, bool whole) {
   whole = whole && x.is_whole();
   if (!x.activated()) return whole ? Way::kWholeNorm : Way::kNorm;
-  if (!whole || x.biased || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
+  if (!whole || x.pieces < 4u * static_cast<unsigned>(multiprocessors()) || !x.has_narrow_bias()) return Way::kNone;
   const bool silu = x.activation == Activation::kSilu;
   const bool gelu = x.activation == Activation::kGelu;
   if (x.kind == Produce::kActivationGrad) {
