@@ -186,6 +186,7 @@ def producer_cases() -> Iterator[Case]:
         **{f"d{name}": (gradient(name), 4, False) for name in ("gelu", "silu", "relu")},
         **{f"d{name}": (gradient(name), 3, False) for name in ("swiglu", "geglu")},
         "dgelu with bias": (gradient("gelu", bias=True), 4, False),
+        "dswiglu with bias": (gradient("swiglu", bias=True), 3, False),
         "dgelu and bias gradient": (gradient("gelu", sums=True), 4, False),
         "dswiglu and bias gradient": (gradient("swiglu", sums=True), 3, False),
         "column sums": (lambda x: with_sums(Plain(x)), 2, False),

@@ -102,20 +102,23 @@ bool is_fused(const Source& x) {
     return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && (x.rows == 1 || stride % 8 == 0);
   };
   const bool gradient = x.kind == Produce::kActivationGrad;
+  // Two values of it are added by one instruction.
+  const bool added = x.bias.data != nullptr && (gradient || x.kind == Produce::kActivation);
   // A gated gradient is made in pairs of tiles, H columns apart.
   const int64_t most = int64_t{1} << 30;  // tiles count rows and columns in 32 bits
   return x.dtype == Float::kBF16 && x.rows > 0 && x.cols > 0 && x.rows < most && x.cols < most &&
          x.cols % (gradient && x.gated ? 256 : 8) == 0 &&
          vectors(x.data, x.stride) && (!gradient || vectors(x.grad, x.grad_stride)) && vectors(x.weight.data, 0) &&
-         vectors(x.bias.data, 0);
+         vectors(x.bias.data, 0) && (!added || x.bias.dtype == Float::kBF16);
 }
 
 void fused(const Source& x) {
   source(x);
   TED_CHECK(is_fused(x),
             "only bf16 matrices of whole, aligned vectors of 16 bytes are made on the fly (a gated gradient: with "
-            "columns in multiples of 256), got dtype ",
-            static_cast<int>(x.dtype), ", ", x.rows, " x ", x.cols, ", stride ", x.stride, " at ", x.data);
+            "columns in multiples of 256; an activation: with a bias in bf16), got dtype ",
+            static_cast<int>(x.dtype), ", the bias's ", static_cast<int>(x.bias.dtype), ", ", x.rows, " x ", x.cols,
+            ", stride ", x.stride, " at ", x.data);
   TED_CHECK(!x.gated || x.kind == Produce::kActivation || x.kind == Produce::kActivationGrad,
             "only activations are gated");
 }

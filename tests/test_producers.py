@@ -352,7 +352,7 @@ def test_approximations_round_to_the_same_bits(name: str) -> None:
         x = torch.cat([first, second], 1).bfloat16()
         theirs = kernels.materialize(ActivationOutput(x, name))
         mine = kernels.materialize(ActivationOutput(x.cuda(), name))
-        assert_same_bytes(mine.cpu(), theirs, f"{name} of {first.max()}")
+        assert_equal_with_nan(mine.cpu(), theirs, f"{name} times {size}")
 
 
 # What the sigmoids' exponents are made of (csrc/numerics/activation.h): t = -x (a + b x^2).

@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksP
     for (int r = 0; r < kRows; ++r) {
       v[r] = __ldg(reinterpret_cast<const uint4*>(x.data + min(row + r, last_row) * x.stride + col));
     }
-    const EightBiases biases = EightBiases::load(x.bias, col);
+    const uint4 biases = load_first<true>(x.bias, col, kNoBiases);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) found.take(biases.added_to(v[r]));
+    for (int r = 0; r < kRows; ++r) found.take(add_bf16(v[r], biases));
   }
   found.give<BiasedConfig::kThreads>(x.activation, out, scratch);
 }

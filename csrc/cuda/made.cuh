@@ -47,8 +47,6 @@ struct Made {
   }
   // It consists of whole tiles.
   bool is_whole() const { return rows % 128 == 0 && cols % 128 == 0; }
-  // A bias, if there is one, is as narrow as the operand.
-  bool has_narrow_bias() const { return !biased || bias.dtype == Float::kBF16; }
   __host__ __device__ bool paired() const { return kind == Produce::kActivationGrad && gated; }
 };
 

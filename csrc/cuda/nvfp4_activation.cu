@@ -57,7 +57,7 @@ bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Pla
     return false;
   }
   const Way way = way_of(made_of(x, false), nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole());
-  return way == Way::kActivation || way == Way::kRectified;
+  return way == Way::kActivation || way == Way::kRectified || way == Way::kBiased;
 }
 
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane) {
@@ -67,6 +67,7 @@ void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& 
     launch_way<kWay>("nvfp4_activation_kernel", nvfp4_activation_kernel<kWay>, 0, x, noop, lane,
                      nv_row_plane<bf16_t>(like, out, nullptr), parts, noop);
   };
+  if (x.biased) return start(WayTag<Way::kBiased>{});
   is_rectifier(x.activation) ? start(WayTag<Way::kRectified>{}) : start(WayTag<Way::kStreamed>{});
 }
 

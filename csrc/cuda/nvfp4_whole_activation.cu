@@ -44,8 +44,7 @@ struct FromActivation {
 }  // namespace
 
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
-  const bool narrow = x.bias.data == nullptr || x.bias.dtype == Float::kBF16;
-  return goes_up_and_down(x) && narrow && x.partials == nullptr && out.col_data != nullptr &&
+  return goes_up_and_down(x) && x.partials == nullptr && out.col_data != nullptr &&
          has_fast_activation(x.activation) && is_whole<FromActivation<Activation::kSilu>>(x, options, out);
 }
 

@@ -116,9 +116,8 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
   }
 }
 
-// x + bias in the place of x, the patch of an activation's operand at column `col`.
-__device__ __forceinline__ void add_biases(const RowView& bias, int64_t col, Patch<bf16_t>& patch) {
-  const uint4 biases = load_first<true>(bias, col, kNoBiases);
+// x + bias in the place of x, an activation's operand, in registers or where make_of_two finds a second one.
+__device__ __forceinline__ void add_biases(const uint4& biases, Patch<bf16_t>& patch) {
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
     patch.word[i][0] = add_bf16(patch.word[i][0], biases.x);
@@ -127,14 +126,21 @@ __device__ __forceinline__ void add_biases(const RowView& bias, int64_t col, Pat
     patch.word[i][3] = add_bf16(patch.word[i][3], biases.w);
   }
 }
-// The same of an operand that waits in shared memory: see make_of_two.
-__device__ __forceinline__ void add_biases(const RowView& bias, int64_t col, uint4* mine) {
-  const uint4 biases = load_first<true>(bias, col, kNoBiases);
+__device__ __forceinline__ void add_biases(const uint4& biases, uint4* mine) {
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
     mine[i * PatchConfig::kThreads] = add_bf16(mine[i * PatchConfig::kThreads], biases);
   }
 }
+
+// Biases that come to shared memory with a streamed tile, a thread's own.
+struct StreamedBiases {
+  const bf16_t* from;  // of the thread's columns in a tile at column 0
+  uint4* mine;
+
+  __device__ __forceinline__ void fetch(const NearPlace& tile) const { copy_async(mine, from + tile.col); }
+  __device__ __forceinline__ void take(Patch<bf16_t>& patch) const { add_biases(*mine, patch); }
+};
 
 __device__ __forceinline__ float2 values_of(uint32_t word) {
   return make_float2(Words<bf16_t>::element(word, 0), Words<bf16_t>::element(word, 1));
@@ -351,13 +357,18 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     if constexpr (WayConfig<kWay>::kStreamed) {
       const TileInput<bf16_t> input{x.data, x.rows, x.cols, x.stride, true};
       auto* ring = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kTableBytes);
-      for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring,
-                             [&](Patch<bf16_t>& patch, const NearPlace& tile) {
-                               if (x.biased) add_biases(x.bias, tile.col + patch_col, patch);
-                               make_activation(table, patch);
-                               __syncthreads();  // see below
-                               finish(patch, tile, true);
-                             });
+      const auto make = [&](Patch<bf16_t>& patch, const NearPlace& tile) {
+        make_activation(table, patch);
+        __syncthreads();  // see below
+        finish(patch, tile, true);
+      };
+      if constexpr (kWay == Way::kBiased) {
+        auto* biases = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kBiasOffset);
+        const StreamedBiases with{static_cast<const bf16_t*>(x.bias.data) + patch_col, biases + threadIdx.x};
+        for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring, make, with);
+      } else {
+        for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring, make);
+      }
       return;
     }
     TileCursor cursor(walk);
@@ -380,19 +391,21 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       const int64_t col = tile.col + patch_col;
       Patch<bf16_t> patch;
       if constexpr (kWay == Way::kGated) fetch_patch(x.data + row * x.stride + col + x.cols, x.stride, mine);
-      if ((kWay == Way::kSlope || kWay == Way::kPaired) && !early) fetch_grad(tile);
+      if ((WayConfig<kWay>::kSloped || kWay == Way::kPaired) && !early) fetch_grad(tile);
       load_operand(x, x.data, x.stride, row, col, true, false, patch);
+      uint4 biases;
+      if constexpr (kWay == Way::kBiasedSlope) biases = load_first<true>(x.bias, col, kNoBiases);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
-      if (x.biased) {
-        add_biases(x.bias, col, patch);
-        if constexpr (kWay == Way::kGated) add_biases(x.second_bias, col, mine);
-        if constexpr (kWay == Way::kPaired) add_biases(x.second_bias, col, mine + PatchConfig::kSlot);
+      if constexpr (kWay == Way::kBiasedSlope) add_biases(biases, patch);
+      if (kWay == Way::kPaired && x.biased) {
+        add_biases(load_first<true>(x.bias, col, kNoBiases), patch);
+        add_biases(load_first<true>(x.second_bias, col, kNoBiases), mine + PatchConfig::kSlot);
       }
       if constexpr (kWay == Way::kActivation) make_activation(table, patch);
       if constexpr (kWay == Way::kGated) {
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
       }
-      if constexpr (kWay == Way::kSlope) make_of_two(table, mine, patch, gelu_gradient);
+      if constexpr (WayConfig<kWay>::kSloped) make_of_two(table, mine, patch, gelu_gradient);
       if constexpr (kWay == Way::kPaired) {
         uint4* second = mine + PatchConfig::kSlot;
         // In one kernel: one of SwiGLU alone takes fewer registers, and with 1x128 blocks is 4 % slower.

@@ -186,30 +186,6 @@ __device__ __forceinline__ uint4 add_bf16(const uint4& a, const uint4& b) {
   return make_uint4(add_bf16(a.x, b.x), add_bf16(a.y, b.y), add_bf16(a.z, b.z), add_bf16(a.w, b.w));
 }
 
-// Kept out of the loops, for rarely a bias is wider than the bf16 values it is added to.
-static __device__ __noinline__ uint4 add_any_biases(uint4 x, Eight biases, Float dtype) {
-  float v[8];
-  float b[8];
-  unpack_eight<bf16_t>(x, v);
-  to_floats(biases, dtype, b);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] += b[j];
-  return pack_eight_bf16(v);
-}
-
-// The biases of eight columns of a bf16 matrix, an activation's operand, whose sums with them are bf16 values, too.
-struct EightBiases {
-  Eight values;
-  Float dtype;
-
-  static __device__ __forceinline__ EightBiases load(const RowView& from, int64_t col) {
-    return EightBiases{load_whole_eight(from, col), from.dtype};
-  }
-  __device__ __forceinline__ uint4 added_to(const uint4& x) const {
-    return dtype == Float::kBF16 ? add_bf16(x, values.low) : add_any_biases(x, values, dtype);
-  }
-};
-
 template <bool kWhole = false>
 __device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
   load_vector<kWhole>(weight, col, 1.0f, v);

@@ -132,22 +132,20 @@ __device__ __forceinline__ void for_each_row(const Made& x, const MakeTask& task
 // Biases of a patch's columns.
 template <bool kGated>
 struct PatchBias {
-  EightBiases first;
-  EightBiases second;
+  uint4 first;
+  uint4 second;
 
-  __device__ __forceinline__ PatchBias(const Made& x, int col) {
-    if (!x.biased) return;
-    first = EightBiases::load(x.bias, col);
-    if (kGated) second = EightBiases::load(x.second_bias, col);
-  }
+  __device__ __forceinline__ PatchBias(const Made& x, int col)
+      : first(load_first<false>(x.bias, col, kNoBiases)),
+        second(kGated ? load_first<false>(x.second_bias, col, kNoBiases) : first) {}
   // A row of the operand, and of the other factor where gated.
   __device__ __forceinline__ void unpack(const Made& x, const uint4* from, float (&v)[8], float (&other)[8]) const {
     uint4 row = *from;
     uint4 other_row = kGated ? from[MadeConfig::kThreads] : row;
     if (x.biased) {
       asm volatile("");  // or the compiler adds without a branch, nothing to most
-      row = first.added_to(row);
-      if (kGated) other_row = second.added_to(other_row);
+      row = add_bf16(row, first);
+      if (kGated) other_row = add_bf16(other_row, second);
     }
     unpack_eight<bf16_t>(row, v);
     if (kGated) unpack_eight<bf16_t>(other_row, other);

@@ -56,14 +56,23 @@ __device__ __forceinline__ void fetch_patch(const bf16_t* from, int64_t stride, 
   }
 }
 
+// What else comes with a tile: fetch(place) starts its copies, take(patch) is called when they and the tile are there,
+// before the next ones start.
+struct NothingElse {
+  __device__ __forceinline__ void fetch(const NearPlace&) const {}
+  __device__ __forceinline__ void take(Patch<bf16_t>&) const {}
+};
+
 // consume(patch, place) for the block's tiles. memory: of StreamConfig::kBytes.
-template <typename Shape, typename Consume>
+template <typename Shape, typename Consume, typename Else = NothingElse>
 __device__ __forceinline__ void for_each_streamed_tile(const TileInput<bf16_t>& x, const TileWalk& walk, int patch_row,
-                                                       int patch_col, uint4* memory, const Consume& consume) {
+                                                       int patch_col, uint4* memory, const Consume& consume,
+                                                       const Else& other = Else{}) {
   uint4* mine = memory + threadIdx.x;
   const bf16_t* corner = x.data + patch_row * x.stride + patch_col;
   const auto fetch = [&](const NearPlace& tile) {
     fetch_patch(corner + tile.row * x.stride + tile.col, x.stride, mine);
+    other.fetch(tile);
   };
   TileCursor cursor(walk);
   if (cursor.there(walk)) fetch(cursor.template place<Shape>(walk));
@@ -73,6 +82,7 @@ __device__ __forceinline__ void for_each_streamed_tile(const TileInput<bf16_t>& 
     Patch<bf16_t> patch;
     wait_for_copies();
     take_patch(mine, patch);
+    other.take(patch);
     cursor.next(walk);
     if (cursor.there(walk)) fetch(cursor.template place<Shape>(walk));
     consume(patch, tile);

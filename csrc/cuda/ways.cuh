@@ -18,8 +18,10 @@ enum class Way {
   kActivation,  // not gated
   kStreamed,    // the same, with the next tile on its way to shared memory
   kRectified,   // ReLU or its square, not gated, streamed as well
+  kBiased,      // kStreamed with a bias, which has a kernel of its own because the others are slower with a branch
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
+  kBiasedSlope,
   kPaired,      // the gradient of SwiGLU or GEGLU, two tiles at a time
 };
 
@@ -38,16 +40,18 @@ template <Way kWay>
 struct WayConfig {
   static constexpr bool kTabled = kWay != Way::kNorm && kWay != Way::kWholeNorm;
   static constexpr bool kWhole = kWay != Way::kNorm;
-  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified;
+  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified || kWay == Way::kBiased;
   static constexpr bool kSums = kWay != Way::kActivation && !kStreamed && kWay != Way::kGated;
+  static constexpr bool kSloped = kWay == Way::kSlope || kWay == Way::kBiasedSlope;
   // Operands besides the first one.
-  static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kWay == Way::kSlope ? 1 : 0;
+  static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kSloped ? 1 : 0;
   static constexpr int kBlocksPerSm = 4 - kSlots - (kStreamed ? 1 : 0);
   using Table = std::conditional_t<kWay == Way::kRectified, Rectifier, SigmoidTable<(kSlots > 0)>>;
   static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
   // GELU's gradient has registers enough, and is up to 7 % slower with the near one.
-  using Place = std::conditional_t<kWay == Way::kSlope, TilePlace, NearPlace>;
-  static constexpr int kWorkOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
+  using Place = std::conditional_t<kSloped, TilePlace, NearPlace>;
+  static constexpr int kBiasOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
+  static constexpr int kWorkOffset = kBiasOffset + (kWay == Way::kBiased ? PatchConfig::kThreads * 16 : 0);
   static constexpr int kWorkBytes = kSlots > 0 ? kSlots * PatchConfig::kSlotBytes : static_cast<int>(sizeof(ByteStage));
   static constexpr int kSumsBytes = kWay == Way::kPaired ? static_cast<int>(sizeof(GroupSums)) : 0;
   static constexpr int kMostBytes = kWorkOffset + kWorkBytes + kSumsBytes;
@@ -65,16 +69,17 @@ inline bool has_room_for_pairs() {
 inline Way way_of(const Made& x, bool whole) {
   whole = whole && x.is_whole();
   if (!x.activated()) return whole ? Way::kWholeNorm : Way::kNorm;
-  if (!whole || x.pieces < 4u * static_cast<unsigned>(multiprocessors()) || !x.has_narrow_bias()) return Way::kNone;
+  if (!whole || x.pieces < 4u * static_cast<unsigned>(multiprocessors())) return Way::kNone;
   const bool silu = x.activation == Activation::kSilu;
   const bool gelu = x.activation == Activation::kGelu;
   if (x.kind == Produce::kActivationGrad) {
     if (x.gated) return (silu || gelu) && has_room_for_pairs() ? Way::kPaired : Way::kNone;
-    return gelu ? Way::kSlope : Way::kNone;
+    return !gelu ? Way::kNone : x.biased ? Way::kBiasedSlope : Way::kSlope;
   }
   if (x.partials != nullptr) return Way::kNone;
+  if (x.biased && (x.gated || is_rectifier(x.activation))) return Way::kNone;
   if (is_rectifier(x.activation)) return x.gated ? Way::kNone : Way::kRectified;
-  return x.gated ? Way::kGated : Way::kActivation;
+  return x.gated ? Way::kGated : x.biased ? Way::kBiased : Way::kActivation;
 }
 
 // stage_bytes: what the consumer of tiles uses of the work area behind the table; 0: nothing, and pairs keep their
@@ -112,7 +117,7 @@ bool start_way(Way way, Fp8 format, const Start& start) {
       start(tag, Tag<E4M3>{});
       return true;
     }
-    if constexpr (kWay == Way::kActivation || kWay == Way::kGated) {
+    if constexpr (kWay == Way::kActivation || kWay == Way::kBiased || kWay == Way::kGated) {
       return false;
     } else {
       start(tag, Tag<E5M2>{});
@@ -126,8 +131,10 @@ bool start_way(Way way, Fp8 format, const Start& start) {
     case Way::kRectified:
       if constexpr (kRectifiers) return go(WayTag<Way::kRectified>{});
       return false;
+    case Way::kBiased: return go(WayTag<Way::kBiased>{});
     case Way::kGated: return go(WayTag<Way::kGated>{});
     case Way::kSlope: return go(WayTag<Way::kSlope>{});
+    case Way::kBiasedSlope: return go(WayTag<Way::kBiasedSlope>{});
     case Way::kPaired: return go(WayTag<Way::kPaired>{});
     default: return false;
   }

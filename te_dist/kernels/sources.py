@@ -124,6 +124,8 @@ def fuses(p: Producer, kernel: str) -> bool:
         matrices.append(p.grad)
         if p.gated and cols % 256:  # made in pairs of tiles, half the columns apart
             return False
+    if isinstance(p, (ActivationOutput, ActivationGradient)) and p.bias is not None and p.bias.dtype != p.dtype:
+        return False
     return all(t.data_ptr() % 16 == 0 and (rows == 1 or t.stride(0) % 8 == 0) for t in matrices) and all(
         v is None or v.data_ptr() % 16 == 0 for v in vectors
     )
