@@ -27,12 +27,14 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 }  // namespace
 
 bool launch_block_1d_patches(const Made& x, Fp8 format, const BlockOutput& out, Lane lane) {
-  return start_way<true>(way_of(x, out.whole), format, [&](auto way, auto values) {
+  const auto start = [&](auto way, auto values) {
     constexpr Way kWay = decltype(way)::value;
     const auto kernel = block_1d_patches_kernel<TypeOf<decltype(values)>, kWay>;
     const int stage = out.col_data.data != nullptr ? sizeof(ByteStage) : 0;
     launch_way<kWay>("block_1d_patches_kernel", kernel, stage, x, out.noop, lane, out);
-  });
+  };
+  return start_way<Way::kNorm, Way::kWholeNorm, Way::kActivation, Way::kRectified, Way::kGated, Way::kSlope,
+                   Way::kBiased, Way::kBiasedSlope, Way::kPaired>(way_of(x, out.whole), format, start);
 }
 
 }  // namespace cuda

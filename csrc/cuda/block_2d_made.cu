@@ -11,24 +11,19 @@ template <typename F, Way kWay>
 __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlocksPerSm)
     block_2d_patches_kernel(const __grid_constant__ Made x, BlockOutput out) {
   extern __shared__ __align__(16) float memory[];
-  constexpr unsigned kScratches = kWay == Way::kPaired ? 2u : 1u;
-  __shared__ TileScratch scratch[kScratches];
+  __shared__ TileScratch scratch;
   if (is_noop(out.noop)) return;
-  // Pairs without a stage have no barriers but the amaxes', so that tiles take turns with the scratch.
-  const bool shares = out.col_data.data != nullptr;
-  unsigned turn = 0u;
   const auto quantize = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
     auto& stage = *static_cast<ByteStage*>(work_area<kWay>(memory));
-    if constexpr (kWay == Way::kActivation) {  // has no registers for less
-      quantize_tile<bf16_t, F, true>(patch, tile, inside, out, stage, scratch[turn]);
+    if constexpr (kWay == Way::kActivation || kWay == Way::kBiased) {  // have no registers for less
+      quantize_tile<bf16_t, F, true>(patch, tile, inside, out, stage, scratch);
     } else if constexpr (WayConfig<kWay>::kWhole) {
-      quantize_whole_tile<F>(patch, tile, out, stage, scratch[turn]);
+      quantize_whole_tile<F>(patch, tile, out, stage, scratch);
     } else {
-      quantize_tile<bf16_t, F, false>(patch, tile, inside, out, stage, scratch[turn]);
+      quantize_tile<bf16_t, F, false>(patch, tile, inside, out, stage, scratch);
     }
-    turn = (turn + 1u) % kScratches;
   };
-  for_each_patch<kWay, SquareTile, 8>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize, shares);
+  for_each_patch<kWay, SquareTile, 8>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize);
 }
 
 template <typename F>
@@ -54,9 +49,10 @@ void launch_block_2d_made(const Source& x, Fp8 format, const BlockOutput& out, L
     const int stage = out.col_data.data != nullptr ? sizeof(ByteStage) : 0;
     launch_way<kWay>("block_2d_patches_kernel", kernel, stage, made, out.noop, lane, out);
   };
-  // With a column plane, source.cuh makes GEGLU's gradient faster.
-  const bool slower = made.paired() && made.activation == Activation::kGelu && out.col_data.data != nullptr;
-  if (!slower && start_way(way_of(made, out.whole), format, start)) return;
+  // What is gated is made faster by source.cuh.
+  const bool started = start_way<Way::kNorm, Way::kWholeNorm, Way::kActivation, Way::kSlope, Way::kBiased,
+                                 Way::kBiasedSlope>(way_of(made, out.whole), format, start);
+  if (started) return;
   const auto kernel = format == Fp8::kE4M3 ? block_2d_made_kernel<E4M3> : block_2d_made_kernel<E5M2>;
   launch_made("block_2d_made_kernel", kernel, made, lane, out);
 }

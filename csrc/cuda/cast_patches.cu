@@ -19,8 +19,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     write_tile<bf16_t, F, WayConfig<kWay>::kWhole>(patch, scale, tile, inside, row_out, col_out,
                                                    *static_cast<ByteStage*>(work_area<kWay>(memory)));
   };
-  const bool shares = col_out.data != nullptr;
-  for_each_patch<kWay, SquareTile>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, cast, shares);
+  for_each_patch<kWay, SquareTile>(x, true, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, cast);
   record_amax<bf16_t, PatchConfig::kThreads>(from, word, maxima);
 }
 
@@ -29,12 +28,15 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 bool launch_cast_patches(const Made& x, Fp8 format, const ByteMatrix& row_out, const ByteMatrix& col_out,
                          const CastScale& from, Lane lane) {
   const Way wanted = way_of(x, row_out.is_whole() && col_out.is_whole());
-  return start_way<true>(wanted, format, [&](auto way, auto values) {
+  const auto start = [&](auto way, auto values) {
     constexpr Way kWay = decltype(way)::value;
     const auto kernel = cast_patches_kernel<TypeOf<decltype(values)>, kWay>;
     const int stage = col_out.data != nullptr ? sizeof(ByteStage) : 0;
     launch_way<kWay>("cast_patches_kernel", kernel, stage, x, from.noop, lane, row_out, col_out, from);
-  });
+  };
+  // What is gated is made faster by source.cuh.
+  return start_way<Way::kNorm, Way::kWholeNorm, Way::kActivation, Way::kRectified, Way::kSlope, Way::kBiased,
+                   Way::kBiasedSlope>(wanted, format, start);
 }
 
 }  // namespace cuda

@@ -48,8 +48,7 @@ bool launch_mxfp8_patches(const Made& x, Fp8 format, const MxOutput& out, Lane l
     case Way::kWholeNorm:
       return e4m3 ? start_whole<E4M3, Way::kWholeNorm>(x, out, lane) : start_whole<E5M2, Way::kWholeNorm>(x, out, lane);
     case Way::kActivation: return e4m3 && start_whole<E4M3, Way::kStreamed>(x, out, lane);
-    case Way::kBiased: return e4m3 && wide && start<E4M3, Way::kBiased, MxWide>(x, out, lane);
-    case Way::kGated: return e4m3 && start_whole<E4M3, Way::kGated>(x, out, lane);
+    case Way::kBiased: return e4m3 && wide && start<E4M3, Way::kBiasedStreamed, MxWide>(x, out, lane);
     case Way::kSlope:
       if (x.partials != nullptr) return false;  // in square tiles, source.cuh is faster
       return e4m3 ? start_whole<E4M3, Way::kSlope>(x, out, lane) : start_whole<E5M2, Way::kSlope>(x, out, lane);

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     }
   };
   // The operand's end is what L2 may still hold.
-  for_each_patch<kWay, SquareTile>(x, true, patch_row, patch_col, memory, quantize, false);
+  for_each_patch<kWay, SquareTile>(x, true, patch_row, patch_col, memory, quantize);
 }
 
 }  // namespace
@@ -67,7 +67,7 @@ void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& 
     launch_way<kWay>("nvfp4_activation_kernel", nvfp4_activation_kernel<kWay>, 0, x, noop, lane,
                      nv_row_plane<bf16_t>(like, out, nullptr), parts, noop);
   };
-  if (x.biased) return start(WayTag<Way::kBiased>{});
+  if (x.biased) return start(WayTag<Way::kBiasedStreamed>{});
   is_rectifier(x.activation) ? start(WayTag<Way::kRectified>{}) : start(WayTag<Way::kStreamed>{});
 }
 

@@ -116,7 +116,7 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
   }
 }
 
-// x + bias in the place of x, an activation's operand, in registers or where make_of_two finds a second one.
+// x + bias in the place of x, an activation's operand.
 __device__ __forceinline__ void add_biases(const uint4& biases, Patch<bf16_t>& patch) {
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
@@ -124,12 +124,6 @@ __device__ __forceinline__ void add_biases(const uint4& biases, Patch<bf16_t>& p
     patch.word[i][1] = add_bf16(patch.word[i][1], biases.y);
     patch.word[i][2] = add_bf16(patch.word[i][2], biases.z);
     patch.word[i][3] = add_bf16(patch.word[i][3], biases.w);
-  }
-}
-__device__ __forceinline__ void add_biases(const uint4& biases, uint4* mine) {
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    mine[i * PatchConfig::kThreads] = add_bf16(mine[i * PatchConfig::kThreads], biases);
   }
 }
 
@@ -189,10 +183,22 @@ __device__ __forceinline__ float gelu_gradient(float x, float sigma, float grad)
   return grad * (sigma * fused_multiply_add(sigmoid_slope(Activation::kGelu, x), 1.0f - sigma, 1.0f));
 }
 
+// The second factors in word w of a row.
+struct Gate {
+  __device__ __forceinline__ float2 operator()(uint32_t word, int) const { return values_of(word); }
+};
+struct BiasedGate {
+  uint4 biases;
+
+  __device__ __forceinline__ float2 operator()(uint32_t word, int w) const {
+    return values_of(add_bf16(word, w == 0 ? biases.x : w == 1 ? biases.y : w == 2 ? biases.z : biases.w));
+  }
+};
+
 // A gated activation's gradients: of its first factor in the patch, of its second one in that one's place in shared
 // memory.
-template <Activation kKind, typename Table>
-__device__ __forceinline__ void make_pair(const Table& table, const uint4* grads, uint4* seconds,
+template <Activation kKind, typename Table, typename GateOf>
+__device__ __forceinline__ void make_pair(const Table& table, const uint4* grads, uint4* seconds, const GateOf& gate_of,
                                           Patch<bf16_t>& patch) {
 #pragma unroll
   for (int i = 0; i < TileConfig::kPatch; ++i) {
@@ -205,7 +211,7 @@ __device__ __forceinline__ void make_pair(const Table& table, const uint4* grads
       const float2 x = values_of(patch.word[i][w]);
       const float2 sigma = table.look_up(patch.word[i][w]);
       const float2 dy = values_of(grad_words[w]);
-      const float2 gate = values_of(words[w]);
+      const float2 gate = gate_of(words[w], w);
       const auto slope = [](float x, float sigma) {
         return sigma * fused_multiply_add(sigmoid_slope(kKind, x), 1.0f - sigma, 1.0f);
       };
@@ -362,7 +368,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
         __syncthreads();  // see below
         finish(patch, tile, true);
       };
-      if constexpr (kWay == Way::kBiased) {
+      if constexpr (kWay == Way::kBiasedStreamed) {
         auto* biases = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kBiasOffset);
         const StreamedBiases with{static_cast<const bf16_t*>(x.bias.data) + patch_col, biases + threadIdx.x};
         for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring, make, with);
@@ -394,14 +400,12 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       if ((WayConfig<kWay>::kSloped || kWay == Way::kPaired) && !early) fetch_grad(tile);
       load_operand(x, x.data, x.stride, row, col, true, false, patch);
       uint4 biases;
-      if constexpr (kWay == Way::kBiasedSlope) biases = load_first<true>(x.bias, col, kNoBiases);
+      uint4 second_biases;
+      if constexpr (WayConfig<kWay>::kBiased || kWay == Way::kPaired) biases = load_first<true>(x.bias, col, kNoBiases);
+      if constexpr (kWay == Way::kPaired) second_biases = load_first<true>(x.second_bias, col, kNoBiases);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
-      if constexpr (kWay == Way::kBiasedSlope) add_biases(biases, patch);
-      if (kWay == Way::kPaired && x.biased) {
-        add_biases(load_first<true>(x.bias, col, kNoBiases), patch);
-        add_biases(load_first<true>(x.second_bias, col, kNoBiases), mine + PatchConfig::kSlot);
-      }
-      if constexpr (kWay == Way::kActivation) make_activation(table, patch);
+      if constexpr (WayConfig<kWay>::kBiased) add_biases(biases, patch);
+      if constexpr (kWay == Way::kActivation || kWay == Way::kBiased) make_activation(table, patch);
       if constexpr (kWay == Way::kGated) {
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
       }
@@ -409,8 +413,16 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       if constexpr (kWay == Way::kPaired) {
         uint4* second = mine + PatchConfig::kSlot;
         // In one kernel: one of SwiGLU alone takes fewer registers, and with 1x128 blocks is 4 % slower.
-        x.activation == Activation::kGelu ? make_pair<Activation::kGelu>(table, mine, second, patch)
-                                          : make_pair<Activation::kSilu>(table, mine, second, patch);
+        const auto make = [&](const auto& gate_of) {
+          x.activation == Activation::kGelu ? make_pair<Activation::kGelu>(table, mine, second, gate_of, patch)
+                                            : make_pair<Activation::kSilu>(table, mine, second, gate_of, patch);
+        };
+        if (x.biased) {
+          add_biases(biases, patch);
+          make(BiasedGate{second_biases});
+        } else {
+          make(Gate{});
+        }
       }
       TileCursor later = cursor;
       if constexpr (kWay == Way::kPaired) {

@@ -18,9 +18,10 @@ enum class Way {
   kActivation,  // not gated
   kStreamed,    // the same, with the next tile on its way to shared memory
   kRectified,   // ReLU or its square, not gated, streamed as well
-  kBiased,      // kStreamed with a bias, which has a kernel of its own because the others are slower with a branch
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
+  kBiased,      // kActivation, kStreamed and kSlope with a bias: with a branch, those without one would be slower
+  kBiasedStreamed,
   kBiasedSlope,
   kPaired,      // the gradient of SwiGLU or GEGLU, two tiles at a time
 };
@@ -40,8 +41,9 @@ template <Way kWay>
 struct WayConfig {
   static constexpr bool kTabled = kWay != Way::kNorm && kWay != Way::kWholeNorm;
   static constexpr bool kWhole = kWay != Way::kNorm;
-  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified || kWay == Way::kBiased;
-  static constexpr bool kSums = kWay != Way::kActivation && !kStreamed && kWay != Way::kGated;
+  static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified || kWay == Way::kBiasedStreamed;
+  static constexpr bool kSums = kWay != Way::kActivation && kWay != Way::kBiased && !kStreamed && kWay != Way::kGated;
+  static constexpr bool kBiased = kWay == Way::kBiased || kWay == Way::kBiasedSlope;  // in registers
   static constexpr bool kSloped = kWay == Way::kSlope || kWay == Way::kBiasedSlope;
   // Operands besides the first one.
   static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kSloped ? 1 : 0;
@@ -51,7 +53,7 @@ struct WayConfig {
   // GELU's gradient has registers enough, and is up to 7 % slower with the near one.
   using Place = std::conditional_t<kSloped, TilePlace, NearPlace>;
   static constexpr int kBiasOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
-  static constexpr int kWorkOffset = kBiasOffset + (kWay == Way::kBiased ? PatchConfig::kThreads * 16 : 0);
+  static constexpr int kWorkOffset = kBiasOffset + (kWay == Way::kBiasedStreamed ? PatchConfig::kThreads * 16 : 0);
   static constexpr int kWorkBytes = kSlots > 0 ? kSlots * PatchConfig::kSlotBytes : static_cast<int>(sizeof(ByteStage));
   static constexpr int kSumsBytes = kWay == Way::kPaired ? static_cast<int>(sizeof(GroupSums)) : 0;
   static constexpr int kMostBytes = kWorkOffset + kWorkBytes + kSumsBytes;
@@ -107,9 +109,9 @@ void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes
   check_launch(name);
 }
 
-// start(way, format), as tags, for the way to make x in this format; false: source.cuh's. Results of activations are
-// E4M3, but for rare recipes; gradients and what is summed up are both. kRectifiers: kRectified is a way, too.
-template <bool kRectifiers = false, typename Start>
+// start(way, format), as tags, if the way to make x is one of kTaken; false: source.cuh's. Results of activations are
+// E4M3, but for rare recipes; gradients and what is summed up are both.
+template <Way... kTaken, typename Start>
 bool start_way(Way way, Fp8 format, const Start& start) {
   const auto go = [&](auto tag) {
     constexpr Way kWay = decltype(tag)::value;
@@ -124,20 +126,7 @@ bool start_way(Way way, Fp8 format, const Start& start) {
       return true;
     }
   };
-  switch (way) {
-    case Way::kNorm: return go(WayTag<Way::kNorm>{});
-    case Way::kWholeNorm: return go(WayTag<Way::kWholeNorm>{});
-    case Way::kActivation: return go(WayTag<Way::kActivation>{});
-    case Way::kRectified:
-      if constexpr (kRectifiers) return go(WayTag<Way::kRectified>{});
-      return false;
-    case Way::kBiased: return go(WayTag<Way::kBiased>{});
-    case Way::kGated: return go(WayTag<Way::kGated>{});
-    case Way::kSlope: return go(WayTag<Way::kSlope>{});
-    case Way::kBiasedSlope: return go(WayTag<Way::kBiasedSlope>{});
-    case Way::kPaired: return go(WayTag<Way::kPaired>{});
-    default: return false;
-  }
+  return ((way == kTaken && go(WayTag<kTaken>{})) || ...);
 }
 
 // The work area in a block's dynamic shared memory.
