@@ -34,7 +34,8 @@ bool launch_block_1d_patches(const Made& x, Fp8 format, const BlockOutput& out, 
     launch_way<kWay>("block_1d_patches_kernel", kernel, stage, x, out.noop, lane, out);
   };
   return start_way<Way::kNorm, Way::kWholeNorm, Way::kActivation, Way::kRectified, Way::kGated, Way::kSlope,
-                   Way::kBiased, Way::kBiasedSlope, Way::kPaired>(way_of(x, out.whole), format, start);
+                   Way::kPaired, Way::kBiased, Way::kBiasedSlope, Way::kBiasedPaired>(way_of(x, out.whole), format,
+                                                                                     start);
 }
 
 }  // namespace cuda

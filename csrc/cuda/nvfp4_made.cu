@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     store_patch(x, patch, tile, out.written);
     maxima.add(patch);
   };
-  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, take);
+  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, take, false);
   maxima.give(out);
 }
 
@@ -134,9 +134,9 @@ void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float*
     constexpr Way kWay = decltype(way)::value;
     launch_way<kWay>("nvfp4_amax_patches_kernel", nvfp4_amax_patches_kernel<kWay>, 0, made, noop, lane, out);
   };
-  // Any format: bf16 is written. Pairs are made faster by source.cuh.
-  const bool started = start_way<Way::kNorm, Way::kWholeNorm, Way::kActivation, Way::kGated, Way::kSlope, Way::kBiased,
-                                 Way::kBiasedSlope>(way_of(made, true), Fp8::kE4M3, start);
+  // Any format: bf16 is written.
+  const bool started = start_way<Way::kNorm, Way::kWholeNorm, Way::kActivation, Way::kGated, Way::kSlope, Way::kPaired,
+                                 Way::kBiased, Way::kBiasedSlope>(way_of(made, true), Fp8::kE4M3, start);
   if (started) return;
   launch_made("nvfp4_amax_made_kernel", nvfp4_amax_made_kernel, made, lane, out);
 }

@@ -129,11 +129,14 @@ __device__ __forceinline__ void add_biases(const uint4& biases, Patch<bf16_t>& p
 
 // Biases that come to shared memory with a streamed tile, a thread's own.
 struct StreamedBiases {
-  const bf16_t* from;  // of the thread's columns in a tile at column 0
-  uint4* mine;
+  const Made& x;
+  int patch_col;
+  uint4* memory;
 
-  __device__ __forceinline__ void fetch(const NearPlace& tile) const { copy_async(mine, from + tile.col); }
-  __device__ __forceinline__ void take(Patch<bf16_t>& patch) const { add_biases(*mine, patch); }
+  __device__ __forceinline__ void fetch(const NearPlace& tile) const {
+    copy_async(memory + threadIdx.x, static_cast<const bf16_t*>(x.bias.data) + (tile.col + patch_col));
+  }
+  __device__ __forceinline__ void take(Patch<bf16_t>& patch) const { add_biases(memory[threadIdx.x], patch); }
 };
 
 __device__ __forceinline__ float2 values_of(uint32_t word) {
@@ -315,9 +318,9 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
                                                float* memory, const Consume& consume, bool shares = true) {
   // Of pairs, the next operands are on their way as soon as there is room for them: two blocks do not hide what they
   // wait for. Others use the first one's place, if any.
-  const bool early = kWay == Way::kPaired && !shares;
+  const bool early = WayConfig<kWay>::kPairs && !shares;
   const auto finish = [&](Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
-    if constexpr (Shape::kRows == TileConfig::kTile && kWay == Way::kPaired) {
+    if constexpr (Shape::kRows == TileConfig::kTile && WayConfig<kWay>::kPairs) {
       if (x.partials != nullptr) {
         void* place = early ? sums_area<kWay>(memory) : work_area<kWay>(memory);
         if (early) __syncthreads();  // until all have read the last tile's
@@ -370,8 +373,8 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       };
       if constexpr (kWay == Way::kBiasedStreamed) {
         auto* biases = reinterpret_cast<uint4*>(reinterpret_cast<char*>(memory) + WayConfig<kWay>::kBiasOffset);
-        const StreamedBiases with{static_cast<const bf16_t*>(x.bias.data) + patch_col, biases + threadIdx.x};
-        for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring, make, with);
+        for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring, make,
+                                      StreamedBiases{x, patch_col, biases});
       } else {
         for_each_streamed_tile<Shape>(input, walk, patch_row, patch_col, ring, make);
       }
@@ -385,7 +388,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     const auto fetch_second = [&](const TilePlace& tile, uint4* to) {
       fetch_patch(x.data + (tile.row + patch_row) * x.stride + tile.col + patch_col + x.cols, x.stride, to);
     };
-    if (kWay == Way::kPaired && cursor.there(walk)) {
+    if (WayConfig<kWay>::kPairs && cursor.there(walk)) {
       const auto tile = cursor.template place<Shape>(walk);
       if (early) fetch_grad(tile);
       fetch_second(tile, mine + PatchConfig::kSlot);
@@ -397,12 +400,12 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       const int64_t col = tile.col + patch_col;
       Patch<bf16_t> patch;
       if constexpr (kWay == Way::kGated) fetch_patch(x.data + row * x.stride + col + x.cols, x.stride, mine);
-      if ((WayConfig<kWay>::kSloped || kWay == Way::kPaired) && !early) fetch_grad(tile);
+      if ((WayConfig<kWay>::kSloped || WayConfig<kWay>::kPairs) && !early) fetch_grad(tile);
       load_operand(x, x.data, x.stride, row, col, true, false, patch);
       uint4 biases;
       uint4 second_biases;
-      if constexpr (WayConfig<kWay>::kBiased || kWay == Way::kPaired) biases = load_first<true>(x.bias, col, kNoBiases);
-      if constexpr (kWay == Way::kPaired) second_biases = load_first<true>(x.second_bias, col, kNoBiases);
+      if constexpr (WayConfig<kWay>::kBiased) biases = load_first<true>(x.bias, col, kNoBiases);
+      if constexpr (kWay == Way::kBiasedPaired) second_biases = load_first<true>(x.second_bias, col, kNoBiases);
       if constexpr (WayConfig<kWay>::kSlots > 0) wait_for_copies();
       if constexpr (WayConfig<kWay>::kBiased) add_biases(biases, patch);
       if constexpr (kWay == Way::kActivation || kWay == Way::kBiased) make_activation(table, patch);
@@ -410,31 +413,30 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
         make_of_two(table, mine, patch, [](float x, float sigma, float second) { return x * sigma * second; });
       }
       if constexpr (WayConfig<kWay>::kSloped) make_of_two(table, mine, patch, gelu_gradient);
-      if constexpr (kWay == Way::kPaired) {
+      if constexpr (WayConfig<kWay>::kPairs) {
         uint4* second = mine + PatchConfig::kSlot;
         // In one kernel: one of SwiGLU alone takes fewer registers, and with 1x128 blocks is 4 % slower.
         const auto make = [&](const auto& gate_of) {
           x.activation == Activation::kGelu ? make_pair<Activation::kGelu>(table, mine, second, gate_of, patch)
                                             : make_pair<Activation::kSilu>(table, mine, second, gate_of, patch);
         };
-        if (x.biased) {
-          add_biases(biases, patch);
+        if constexpr (kWay == Way::kBiasedPaired) {
           make(BiasedGate{second_biases});
         } else {
           make(Gate{});
         }
       }
       TileCursor later = cursor;
-      if constexpr (kWay == Way::kPaired) {
+      if constexpr (WayConfig<kWay>::kPairs) {
         later.next(walk);
         if (later.there(walk)) prefetch_tile<Shape>(x.data, x.stride, later.template place<Shape>(walk));
         if (early && later.there(walk)) fetch_grad(later.template place<Shape>(walk));
       }
       // Until all have read what they shared. Here, because it also keeps the compiler from mixing both halves of
       // the work, for which there are not registers enough.
-      if (kWay != Way::kPaired || shares) __syncthreads();
+      if (!WayConfig<kWay>::kPairs || shares) __syncthreads();
       finish(patch, tile, true);
-      if constexpr (kWay == Way::kPaired) {
+      if constexpr (WayConfig<kWay>::kPairs) {
         if (shares) __syncthreads();
         take_patch(mine + PatchConfig::kSlot, patch);
         if (later.there(walk)) fetch_second(later.template place<Shape>(walk), mine + PatchConfig::kSlot);

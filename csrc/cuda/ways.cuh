@@ -20,10 +20,11 @@ enum class Way {
   kRectified,   // ReLU or its square, not gated, streamed as well
   kGated,       // an activation
   kSlope,       // GELU's gradient, not gated
-  kBiased,      // kActivation, kStreamed and kSlope with a bias: with a branch, those without one would be slower
+  kPaired,      // the gradient of SwiGLU or GEGLU, two tiles at a time
+  kBiased,      // kActivation and others with a bias: with a branch, those without one would be slower
   kBiasedStreamed,
   kBiasedSlope,
-  kPaired,      // the gradient of SwiGLU or GEGLU, two tiles at a time
+  kBiasedPaired,
 };
 
 template <Way kWay>
@@ -43,10 +44,12 @@ struct WayConfig {
   static constexpr bool kWhole = kWay != Way::kNorm;
   static constexpr bool kStreamed = kWay == Way::kStreamed || kWay == Way::kRectified || kWay == Way::kBiasedStreamed;
   static constexpr bool kSums = kWay != Way::kActivation && kWay != Way::kBiased && !kStreamed && kWay != Way::kGated;
-  static constexpr bool kBiased = kWay == Way::kBiased || kWay == Way::kBiasedSlope;  // in registers
+  static constexpr bool kPairs = kWay == Way::kPaired || kWay == Way::kBiasedPaired;
+  // Whose biases come to registers.
+  static constexpr bool kBiased = kWay == Way::kBiased || kWay == Way::kBiasedSlope || kWay == Way::kBiasedPaired;
   static constexpr bool kSloped = kWay == Way::kSlope || kWay == Way::kBiasedSlope;
   // Operands besides the first one.
-  static constexpr int kSlots = kWay == Way::kPaired ? 2 : kWay == Way::kGated || kSloped ? 1 : 0;
+  static constexpr int kSlots = kPairs ? 2 : kWay == Way::kGated || kSloped ? 1 : 0;
   static constexpr int kBlocksPerSm = 4 - kSlots - (kStreamed ? 1 : 0);
   using Table = std::conditional_t<kWay == Way::kRectified, Rectifier, SigmoidTable<(kSlots > 0)>>;
   static constexpr int kTableBytes = kTabled ? static_cast<int>(round_up(Table::kBytes, 16)) : 0;
@@ -55,7 +58,7 @@ struct WayConfig {
   static constexpr int kBiasOffset = kTableBytes + (kStreamed ? StreamConfig::kBytes : 0);
   static constexpr int kWorkOffset = kBiasOffset + (kWay == Way::kBiasedStreamed ? PatchConfig::kThreads * 16 : 0);
   static constexpr int kWorkBytes = kSlots > 0 ? kSlots * PatchConfig::kSlotBytes : static_cast<int>(sizeof(ByteStage));
-  static constexpr int kSumsBytes = kWay == Way::kPaired ? static_cast<int>(sizeof(GroupSums)) : 0;
+  static constexpr int kSumsBytes = kPairs ? static_cast<int>(sizeof(GroupSums)) : 0;
   static constexpr int kMostBytes = kWorkOffset + kWorkBytes + kSumsBytes;
   static_assert(sizeof(ByteStage) <= PatchConfig::kSlotBytes, "a stage has room where operands are");
 };
@@ -75,7 +78,8 @@ inline Way way_of(const Made& x, bool whole) {
   const bool silu = x.activation == Activation::kSilu;
   const bool gelu = x.activation == Activation::kGelu;
   if (x.kind == Produce::kActivationGrad) {
-    if (x.gated) return (silu || gelu) && has_room_for_pairs() ? Way::kPaired : Way::kNone;
+    if (x.gated && !((silu || gelu) && has_room_for_pairs())) return Way::kNone;
+    if (x.gated) return x.biased ? Way::kBiasedPaired : Way::kPaired;
     return !gelu ? Way::kNone : x.biased ? Way::kBiasedSlope : Way::kSlope;
   }
   if (x.partials != nullptr) return Way::kNone;
