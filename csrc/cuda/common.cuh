@@ -201,6 +201,22 @@ struct Words<float> {
   static __device__ __forceinline__ uint32_t place(Raw bits, int) { return bits; }
 };
 
+// Two floats to bf16, `low` in the low half; the same function as to_bf16, but for the bits of a NaN.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// Sums of two bf16 values each, rounded to bf16. Those of floats round to the same: where they are inexact already, the
+// smaller value is too small to matter.
+__device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
+  constexpr uint32_t kOnes = 0x3F803F80u;
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(kOnes), "r"(b));
+  return sum;
+}
+
 // Two values to two fp8 bytes, `low` in the low byte; the same function as encode_fp8.
 template <typename F>
 __device__ __forceinline__ uint32_t encode_pair(float low, float high) {

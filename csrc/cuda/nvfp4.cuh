@@ -144,17 +144,6 @@ __device__ __forceinline__ uint32_t max_of_words(const uint32_t (&word)[kCount],
   return start;
 }
 
-// Two floats to bf16, `low` in the low half; the same function as to_bf16, but for the bits of a NaN.
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-#if defined(__CUDA_ARCH__)
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-#else
-  return to_bf16(low).bits | static_cast<uint32_t>(to_bf16(high).bits) << 16;
-#endif
-}
-
 // ---------------------------------------------------------------------------------------------- transform
 // What the transform takes: column j as bf16 values, held in floats.
 template <typename T, int kWords>
@@ -163,7 +152,7 @@ __device__ __forceinline__ void column_values(const NvPatch<T, kWords>& patch, i
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     v[i] = Words<T>::element(patch.word[i][j / kPer], j % kPer);
-    if (sizeof(T) == 4) v[i] = float_of(bf16_pair(v[i], 0.0f) << 16);
+    if (sizeof(T) == 4) v[i] = float_of(pack_bf16(v[i], 0.0f) << 16);
   }
 }
 

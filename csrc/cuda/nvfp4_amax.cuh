@@ -53,14 +53,6 @@ __device__ __forceinline__ uint32_t amax_of_columns(const NvPatch<bf16_t, 2>& pa
 }
 
 // ---------------------------------------------------------------------------------------------- columns to leave out
-// Two bf16 sums.
-__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
-  constexpr uint32_t kOnes = 0x3F803F80u;
-  uint32_t sum;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(kOnes), "r"(b));
-  return sum;
-}
-
 // Of the magnitudes in each half of kRows words, pair by pair. word(i): a word of bf16.
 template <int kRows, typename Word>
 __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int first = 0) {
@@ -68,7 +60,7 @@ __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int firs
     return Words<bf16_t>::magnitude(word(first));
   } else {
     const uint32_t left = sum_of_magnitudes<kRows / 2>(word, first);
-    return add_pairs(left, sum_of_magnitudes<kRows / 2>(word, first + kRows / 2));
+    return add_bf16(left, sum_of_magnitudes<kRows / 2>(word, first + kRows / 2));
   }
 }
 

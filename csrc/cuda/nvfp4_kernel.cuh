@@ -318,7 +318,7 @@ __device__ __forceinline__ void column_words(const NvPatch<T>& patch, int j, boo
   butterfly16(v);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    const uint32_t pair = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+    const uint32_t pair = pack_bf16(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
     if constexpr (kPer == 2) {
       word[k] = pair;
     } else {

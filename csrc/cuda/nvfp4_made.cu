@@ -54,7 +54,7 @@ class NvMaxima {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const uint32_t mine = sum_of_magnitudes<TileConfig::kPatch>([&](int i) { return patch.word[i][w]; });
-      largest = Words<bf16_t>::max(largest, add_pairs(mine, __shfl_xor_sync(kFullWarp, mine, 16)));
+      largest = Words<bf16_t>::max(largest, add_bf16(mine, __shfl_xor_sync(kFullWarp, mine, 16)));
     }
     if (columns_.may_rise(largest)) columns_.raise(transformed(patch));
   }

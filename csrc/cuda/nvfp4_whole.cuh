@@ -111,10 +111,10 @@ __device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)
   butterfly16(v);
   uint32_t pair[8];
 #pragma unroll
-  for (int k = 0; k < 8; ++k) pair[k] = bf16_pair(v[2 * k], v[2 * k + 1]);
+  for (int k = 0; k < 8; ++k) pair[k] = pack_bf16(v[2 * k], v[2 * k + 1]);
   const auto quarter = [&](uint32_t(&to)[8]) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) to[k] = bf16_pair(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+    for (int k = 0; k < 8; ++k) to[k] = pack_bf16(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
   };
   if constexpr (kCodes == Codes::kRandom) return pack_column_at_random(pair, from, draw(), quarter);
   ColumnCodes made;

@@ -10,14 +10,12 @@ namespace te_dist {
 namespace cuda {
 
 // ---------------------------------------------------------------------------------------------- pairs
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-
 __device__ __forceinline__ uint4 pack_eight_bf16(const float (&v)[8]) {
   return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+
+__device__ __forceinline__ uint4 add_bf16(const uint4& a, const uint4& b) {
+  return make_uint4(add_bf16(a.x, b.x), add_bf16(a.y, b.y), add_bf16(a.z, b.z), add_bf16(a.w, b.w));
 }
 
 template <typename T>
@@ -174,17 +172,6 @@ __device__ __forceinline__ void load_vector(const RowView& from, int64_t col, fl
 
 constexpr float kNoBias = -0.0f;  // x + -0 is x, for x = -0 too
 constexpr uint32_t kNoBiases = 0x80008000u;  // two of them as bf16
-
-// Sums of two bf16 values each, rounded to bf16. Those of floats round to the same: where they are inexact already, the
-// smaller value is too small to matter.
-__device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
-  uint32_t sum;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3F803F80u), "r"(b));
-  return sum;
-}
-__device__ __forceinline__ uint4 add_bf16(const uint4& a, const uint4& b) {
-  return make_uint4(add_bf16(a.x, b.x), add_bf16(a.y, b.y), add_bf16(a.z, b.z), add_bf16(a.w, b.w));
-}
 
 template <bool kWhole = false>
 __device__ __forceinline__ void load_gain(const RowView& weight, bool zero_centered, int64_t col, float (&v)[8]) {
