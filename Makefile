@@ -7,7 +7,7 @@ TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo 'torch>=2.1
 BIN := $(VENV)/bin
 KERNEL_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test checks typecheck lint unit blackwell sanitize doctor clean
+.PHONY: demo test checks typecheck lint unit other_gpus sanitize doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/te-dist demo
@@ -16,7 +16,7 @@ test: lint checks unit
 
 # Side by side: mypy is one process, and so is the end of many a compilation.
 checks: $(VENV)/.installed
-	@$(MAKE) --no-print-directory -j 2 typecheck blackwell
+	@$(MAKE) --no-print-directory -j 2 typecheck other_gpus
 
 unit: $(VENV)/.installed
 	# One thread each: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
@@ -27,15 +27,17 @@ unit: $(VENV)/.installed
 	  PYTHONPATH="$(CURDIR)/tests/start$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# What is installed was compiled for this machine's GPU or for Hopper; this only compiles, where there is a compiler, and
-# without optimizing, where that is an option: nobody runs what it makes.
-blackwell: $(VENV)/.installed
-	@if command -v nvcc >/dev/null 2>&1 && command -v cmake >/dev/null 2>&1; then \
+# What is installed was compiled for this machine's GPU or for Hopper; this only compiles for Ada and Blackwell, where
+# there is a compiler, and without optimizing, where that is an option: nobody runs what it makes.
+other_gpus:
+	@if command -v nvcc >/dev/null 2>&1; then \
 	  if nvcc --help | grep -q Ofast-compile; then quick=--Ofast-compile=max; fi; \
-	  cmake -S csrc -B build/sm100 -DTE_DIST_CUDA_ARCHS=100a -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-	    -DCMAKE_CUDA_FLAGS="$$quick" >/dev/null \
-	  && MAKEFLAGS= cmake --build build/sm100 --target ted_cuda -j 2 >/dev/null && echo "sm_100a: the CUDA kernels compile"; \
-	else echo "no nvcc or cmake here: the CUDA kernels are not compiled for sm_100a"; fi
+	  mkdir -p build/other_gpus; \
+	  for arch in 89 100a; do for source in csrc/cuda/*.cu; do echo "$$arch $$source"; done; done \
+	  | xargs -P 2 -n 2 sh -c 'nvcc -std=c++17 -fmad=false --expt-relaxed-constexpr '"$$quick"' -arch=sm_$$0 -cubin "$$1" \
+	      -o build/other_gpus/$$(basename "$$1" .cu).$$0.cubin' \
+	  && echo "sm_89 and sm_100a: the CUDA kernels compile"; \
+	else echo "no nvcc here: the CUDA kernels are not compiled for sm_89 and sm_100a"; fi
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

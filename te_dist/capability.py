@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import torch
@@ -54,3 +55,28 @@ def gemm_support(recipe: str, device: torch.device | str = "cuda") -> tuple[bool
     if rule.holds(capability, cuda_version()):
         return True, f"compute capability {capability[0]}.{capability[1]}"
     return False, f"needs {rule.needs}; this is {capability[0]}.{capability[1]}"
+
+
+def built_for(architectures: str, cc: tuple[int, int]) -> bool:
+    """Whether kernels that were compiled for `architectures`, named as CMake does, run on a GPU of capability `cc`.
+
+    Machine code runs on later minor versions as well, and with its PTX, which no suffix leaves out, on all later ones.
+
+    >>> built_for("90", (10, 0)), built_for("90", (8, 9)), built_for("89-real", (9, 0)), built_for("90,100a", (10, 3))
+    (True, False, False, True)
+    """
+    for name in filter(None, architectures.split(",")):
+        number = re.match(r"\d+", name)
+        if number is None:  # "native" and the like
+            return True
+        major, minor = divmod(int(number[0]), 10)
+        suffix = name[number.end() :]
+        if suffix.startswith("a"):
+            runs = cc == (major, minor)
+        elif suffix.startswith("f") or suffix == "-real":
+            runs = cc[0] == major and cc[1] >= minor
+        else:
+            runs = cc >= (major, minor)
+        if runs:
+            return True
+    return False

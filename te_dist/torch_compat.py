@@ -125,6 +125,13 @@ def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 # ------------------------------------------------------------------------------------------------- cuda
+def when_cuda_starts(callback: Callable[[], None]) -> None:
+    """Call it when this process starts CUDA, which importing te_dist does not; at once if it has."""
+    call = getattr(torch.cuda, "_lazy_call", None)
+    if call is not None:
+        call(callback)
+
+
 def current_raw_stream(device_index: int) -> int:
     """The current CUDA stream's handle, without building a Stream object."""
     getter = getattr(torch._C, "_cuda_getCurrentRawStream", None)

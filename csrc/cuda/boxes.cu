@@ -43,11 +43,5 @@ CUtensorMap map_of(const BoxedMatrix& matrix) {
   return map;
 }
 
-bool is_built_for_boxes(const void* kernel) {
-  cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-  return attributes.ptxVersion >= 90;
-}
-
 }  // namespace cuda
 }  // namespace te_dist

@@ -30,10 +30,6 @@ struct BoxedMatrix {
 // For a kernel's parameter, which has to be a __grid_constant__.
 CUtensorMap map_of(const BoxedMatrix& matrix);
 
-// Whether `kernel` was compiled for GPUs that have the engine (has_clusters). What the driver translates of code for
-// older ones does not use it.
-bool is_built_for_boxes(const void* kernel);
-
 // ---------------------------------------------------------------------------------------------- device
 __device__ __forceinline__ unsigned shared_address(const void* of) {
   return static_cast<unsigned>(__cvta_generic_to_shared(of));
@@ -42,7 +38,7 @@ __device__ __forceinline__ unsigned shared_address(const void* of) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TED_BOX_COPIES(...) asm volatile(__VA_ARGS__)
 #else
-#define TED_BOX_COPIES(...) __trap()  // is_built_for_boxes says no
+#define TED_BOX_COPIES(...) __trap()  // runs_hopper_code says no
 #endif
 
 // Of one or more boxes. Then it is ready for the next ones.

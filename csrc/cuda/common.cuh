@@ -34,6 +34,10 @@ void launch(const char* name, void (*kernel)(Parameters...), int blocks, int thr
   check_launch(name);
 }
 
+// Whether the current device runs code that was compiled for compute capability 9.0 or above: with clusters, copies of
+// boxes, and kernels that start early. Not what a driver translates for it of older code, which leaves these out.
+bool runs_hopper_code();
+
 // Whether launches go into a graph.
 inline bool is_captured(Lane lane) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -56,7 +60,7 @@ void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, i
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream_of(lane);
   config.attrs = &close;
-  config.numAttrs = is_captured(lane) ? 0 : 1;
+  config.numAttrs = !is_captured(lane) && runs_hopper_code() ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 
@@ -76,7 +80,6 @@ int device_attribute() {
 }
 
 int multiprocessors();  // of the current device, or as few as limit_multiprocessors says
-inline bool has_clusters() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 inline bool aligned(const void* pointer, int bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<unsigned>(bytes) == 0;

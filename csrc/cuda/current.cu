@@ -85,7 +85,7 @@ void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, 
   if (!is_made(x)) {
     check::plain(x);
     const int64_t tiles = tile_count(x.rows, x.cols);
-    if (tiles > 0 && tiles <= kMostTiles && has_clusters() && noop == nullptr) {
+    if (tiles > 0 && tiles <= kMostTiles && runs_hopper_code() && noop == nullptr) {
       return quantize_small(x, static_cast<int>(tiles), rule, format, row, col, amax, scale_inv, lane);
     }
   }

@@ -18,7 +18,7 @@ __device__ __forceinline__ void prepare_special(TeamRow<8, kHeld>& made, CodePai
       const uint32_t bounded = bounded_pair(*word);
       const uint32_t changed = bounded ^ *word;
       uint32_t smaller;
-      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(*word), "r"(0x3B003B00u));
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(smaller) : "r"(*word), "r"(0x3B003B00u), "r"(0x80008000u));
       const uint32_t mask = ((changed & 0xFFFFu) != 0u ? 0xFFFFu : 0u) | (changed >> 16 != 0u ? 0xFFFF0000u : 0u);
       if (special) *word = (bounded & mask) | (smaller & ~mask);
     }

@@ -54,6 +54,10 @@ __device__ __forceinline__ void wait_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kYoungest) : "memory");
 }
 
+// Compiled for older GPUs, too, which never start the kernel.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define TED_IN_CLUSTERS __cluster_dims__(RowsConfig::kCluster, 1, 1)
+
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
@@ -73,6 +77,13 @@ __device__ __forceinline__ float2 load_of_member(const float2* here, int member)
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
   return value;
 }
+#else
+#define TED_IN_CLUSTERS
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ int cluster_member() { return 0; }
+__device__ __forceinline__ float2 load_of_member(const float2* here, int) { return *here; }
+#endif
 
 // The sums of a tile's columns: every block folds those of an eighth of them.
 template <int kPairs>
@@ -98,7 +109,7 @@ __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2
 
 // kFull: rows have kMostColumns.
 template <int kPairs, bool kCentered, bool kFull>
-__global__ void __cluster_dims__(RowsConfig::kCluster, 1, 1)
+__global__ void TED_IN_CLUSTERS
     __launch_bounds__(RowsConfig::kThreads, RowsOf<kPairs>::kBlocksPerSm)
         norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
   using Rows = RowsOf<kPairs>;
@@ -288,7 +299,7 @@ void launch(const NormGradTask& task, Lane lane) {
 bool launch_norm_grad_rows(const NormGradTask& task, Lane lane) {
   const int64_t cols = task.x.cols;
   const bool vectors = task.x.vector && task.grad.vector && task.dx.vector && cols % 8 == 0;
-  if (task.x.dtype != Float::kBF16 || !vectors || cols > RowsOf<8>::kMostColumns) return false;
+  if (!runs_hopper_code() || task.x.dtype != Float::kBF16 || !vectors || cols > RowsOf<8>::kMostColumns) return false;
   if (task.rows > 0x7FFF0000) return false;
   if (cols == RowsOf<8>::kMostColumns) {
     launch<8, true>(task, lane);

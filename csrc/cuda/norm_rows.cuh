@@ -168,9 +168,12 @@ inline bool by_rows(const Made& x) {
          (x.centered || x.bias.data == nullptr);
 }
 
-// Whether the amax of x is taken tile by tile, in place: rows that fit no registers wait for their statistics in L2.
+// Whether the amax of x is taken tile by tile, in place: rows that fit no registers wait for their statistics in L2. So
+// do those whose gains and biases are more than a block's shared memory may hold.
 inline bool takes_patches(const Made& x) {
-  return x.cols > NormRowsConfig::kLongColumns || (!x.centered && x.biased);
+  constexpr int kLongBytes = NormRowsConfig::kLongColumns * 2 * static_cast<int>(sizeof(float));
+  const bool long_rows = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= kLongBytes + 8192;
+  return x.cols > (long_rows ? NormRowsConfig::kLongColumns : NormRowsConfig::kColumns) || (!x.centered && x.biased);
 }
 
 // Both raise what is in out.amax; the first one returns the number of its blocks. `make_stats`: x.mean and x.rstd are

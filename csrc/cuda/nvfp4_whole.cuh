@@ -379,13 +379,10 @@ NvBoxes boxes_of(const Input& x, const Planes& out) {
 // Whether tiles are as nvfp4_whole_kernel<.., From, kCodes> takes them; of both planes, either may not be asked for.
 template <typename From, Codes kCodes = Codes::kNearest>
 bool is_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
-  if (!has_clusters()) return false;
   constexpr bool kSquares = kCodes == Codes::kSquares;
-  static const bool built =
-      is_built_for_boxes(reinterpret_cast<const void*>(&nvfp4_whole_kernel<!kSquares, From, kCodes>));
   constexpr int64_t kMost = int64_t{1} << 30;
   constexpr int kTile = TileConfig::kTile;
-  return built && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost && x.dtype == Float::kBF16 &&
+  return runs_hopper_code() && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost && x.dtype == Float::kBF16 &&
          x.rows % kTile == 0 && x.cols % kTile == 0 && tile_input<bf16_t>(x).vector &&
          nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() && nv_col_plane(x, out, nullptr).data.is_whole() &&
          aligned(out.row_scale, 8) && aligned(out.col_scale, 16) && options.two_d == kSquares &&

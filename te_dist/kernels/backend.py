@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_dist import torch_compat
+from te_dist.capability import built_for
 from te_dist.formats import DType
 
 extension: ModuleType | None = None
@@ -35,6 +37,26 @@ if extension is not None:
     _TABLES["cpu"] = vars(extension.cpu)
     if extension.has_cuda:
         _TABLES["cuda"] = vars(extension.cuda)
+
+
+def _drop_cuda_kernels_that_cannot_run() -> None:
+    """For CUDA's start: a build for other GPUs than those here would end in an error of the driver's."""
+    archs = str(extension.cuda_archs) if extension is not None else ""
+    found = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
+    if not found or any(built_for(archs, each) for each in found):
+        return
+    _TABLES.pop("cuda", None)
+    here = ", ".join(f"{major}.{minor}" for major, minor in found)
+    warnings.warn(
+        f"te_dist's CUDA kernels were compiled for {archs.replace(',', ', ')}, which the GPUs here, of compute "
+        f"capability {here}, cannot run: torch's own operations do their work, many times slower. From 8.9 on, "
+        "installing te_dist on this machine compiles the kernels for it.",
+        stacklevel=2,
+    )
+
+
+if "cuda" in _TABLES:
+    torch_compat.when_cuda_starts(_drop_cuda_kernels_that_cannot_run)
 
 BACKENDS = ("auto", "reference")
 _forced = os.environ.get("TE_DIST_BACKEND", "auto")
