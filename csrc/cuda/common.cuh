@@ -220,6 +220,16 @@ __device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
   return sum;
 }
 
+// The same words to each row of words.
+template <int kRows, int kWords>
+__device__ __forceinline__ void add_to_rows(uint32_t (&word)[kRows][kWords], const uint32_t (&row)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) word[i][w] = add_bf16(word[i][w], row[w]);
+  }
+}
+
 // Two values to two fp8 bytes, `low` in the low byte; the same function as encode_fp8.
 template <typename F>
 __device__ __forceinline__ uint32_t encode_pair(float low, float high) {

@@ -83,11 +83,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     columns.ask();
     if (bias != nullptr) {
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) {
-        patch.word[i][0] = add_bf16(patch.word[i][0], biases.x);
-        patch.word[i][1] = add_bf16(patch.word[i][1], biases.y);
-      }
+      add_to_rows(patch.word, {biases.x, biases.y});
     }
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {

@@ -382,8 +382,8 @@ bool is_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
   constexpr bool kSquares = kCodes == Codes::kSquares;
   constexpr int64_t kMost = int64_t{1} << 30;
   constexpr int kTile = TileConfig::kTile;
-  return runs_hopper_code() && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost && x.dtype == Float::kBF16 &&
-         x.rows % kTile == 0 && x.cols % kTile == 0 && tile_input<bf16_t>(x).vector &&
+  return runs_hopper_code() && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost &&
+         x.dtype == Float::kBF16 && x.rows % kTile == 0 && x.cols % kTile == 0 && tile_input<bf16_t>(x).vector &&
          nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() && nv_col_plane(x, out, nullptr).data.is_whole() &&
          aligned(out.row_scale, 8) && aligned(out.col_scale, 16) && options.two_d == kSquares &&
          !(options.hadamard && (kSquares || options.signs != kHadamardSigns));

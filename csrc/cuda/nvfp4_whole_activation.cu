@@ -24,13 +24,7 @@ struct FromActivation {
     rows.load(mine);
     if (bias != nullptr) {
       const uint4 biases = shared.biases[lane];
-#pragma unroll
-      for (int i = 0; i < FourRows::kRows; ++i) {
-        rows.word[i][0] = add_bf16(rows.word[i][0], biases.x);
-        rows.word[i][1] = add_bf16(rows.word[i][1], biases.y);
-        rows.word[i][2] = add_bf16(rows.word[i][2], biases.z);
-        rows.word[i][3] = add_bf16(rows.word[i][3], biases.w);
-      }
+      add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
     }
 #pragma unroll
     for (int i = 0; i < FourRows::kRows; ++i) {

@@ -118,13 +118,7 @@ __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t co
 
 // x + bias in the place of x, an activation's operand.
 __device__ __forceinline__ void add_biases(const uint4& biases, Patch<bf16_t>& patch) {
-#pragma unroll
-  for (int i = 0; i < TileConfig::kPatch; ++i) {
-    patch.word[i][0] = add_bf16(patch.word[i][0], biases.x);
-    patch.word[i][1] = add_bf16(patch.word[i][1], biases.y);
-    patch.word[i][2] = add_bf16(patch.word[i][2], biases.z);
-    patch.word[i][3] = add_bf16(patch.word[i][3], biases.w);
-  }
+  add_to_rows(patch.word, {biases.x, biases.y, biases.z, biases.w});
 }
 
 // Biases that come to shared memory with a streamed tile, a thread's own.

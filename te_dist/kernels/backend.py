@@ -107,7 +107,7 @@ def extension_info() -> dict[str, str]:
     return {
         "extension": str(extension.__file__),
         "cpu variant": _cpu_variant(),
-        "cuda architectures": str(extension.cuda_archs) or "none (built without nvcc)",
+        "cuda architectures": str(extension.cuda_archs) or "none (there was no nvcc, or only GPUs before 8.9)",
     }
 
 

@@ -119,13 +119,14 @@ def fuses(p: Producer, kernel: str) -> bool:
     rows, cols = p.shape
     if max(rows, cols) >= 2**30 or cols % 8:
         return False
-    matrices, vectors = [p.x], [getattr(p, "weight", None), getattr(p, "bias", None)]
+    bias = getattr(p, "bias", None)
+    matrices, vectors = [p.x], [getattr(p, "weight", None), bias]
     if isinstance(p, ActivationGradient):
         matrices.append(p.grad)
         if p.gated and cols % 256:  # made in pairs of tiles, half the columns apart
             return False
-    if isinstance(p, (ActivationOutput, ActivationGradient)) and p.bias is not None and p.bias.dtype != p.dtype:
-        return False
+    if bias is not None and bias.dtype != p.dtype and not isinstance(p, NormOutput):
+        return False  # two values of it are added by one instruction
     return all(t.data_ptr() % 16 == 0 and (rows == 1 or t.stride(0) % 8 == 0) for t in matrices) and all(
         v is None or v.data_ptr() % 16 == 0 for v in vectors
     )
