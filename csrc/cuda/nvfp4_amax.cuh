@@ -84,13 +84,20 @@ class ColumnAmax {
     if ((rounds_ & (rounds_ - 1u)) == 0u) heard_ = peek(amax_);
   }
 
-  // Whether any lane's columns may be larger than what is known. sums: of 16 magnitudes, in each half.
-  __device__ __forceinline__ bool may_rise(uint32_t sums) const {
-    // Four times the amax, less what four roundings to bf16 may take from a sum (2^-8 of it each), and the transform's.
-    constexpr float kFour = 3.93f;
+  // Whether this lane's columns may be larger than what is known. sums: of 16 magnitudes, in each half, with as many
+  // roundings on the way.
+  template <int kRoundings = 4>
+  __device__ __forceinline__ bool may_rise_here(uint32_t sums) const {
+    // Four times the amax, less what roundings to bf16 may take from a sum (2^-8 of it each), and the transform's.
+    constexpr float kFour = 4.0f - kRoundings / 64.0f - 0.0075f;
     constexpr uint32_t kMostFinite = 0x7F7Fu;
     const uint32_t most = min(bits_of(float_of(known_) * kFour) >> 16, kMostFinite);
-    return __any_sync(kFullWarp, Words<bf16_t>::fold(sums) > most);
+    return Words<bf16_t>::fold(sums) > most;
+  }
+  // Any lane's.
+  template <int kRoundings = 4>
+  __device__ __forceinline__ bool may_rise(uint32_t sums) const {
+    return __any_sync(kFullWarp, may_rise_here<kRoundings>(sums));
   }
 
   // largest: transformed_amax's, of each lane.

@@ -1,6 +1,7 @@
 // NVFP4's two global amaxes of what an activation without a gate makes of whole tiles: 2 bytes an element.
 // The row path's follows from the operand's outermost values (stretches.cuh). For the column path's, columns are
-// bounded by their operand, in bf16, two values an instruction; few have to be made and transformed (ColumnAmax).
+// bounded by their operand, in bf16, two values an instruction; few have to be made and transformed (ColumnAmax), most
+// of those by the whole warp.
 #include "activation_fast.cuh"
 #include "nvfp4_amax.cuh"
 #include "nvfp4_unwritten.cuh"
@@ -56,7 +57,40 @@ struct ActivationBound<Activation::kSquaredRelu> : RectifierBound<true> {};
 struct NvActivationAmax {
   static constexpr int kThreads = 256;
   static constexpr int kBlocksPerSm = 4;
+  static constexpr int kFew = 8;  // lanes whose columns a warp takes one after another, rather than all lanes' at once
 };
+
+// What transformed_amax makes of the four columns that one lane has, with two values a lane. Where operands are is no
+// lane's own any more.
+template <Activation kKind>
+__device__ __forceinline__ uint32_t transformed_by_warp(const NvPatch<bf16_t, 2>& patch, unsigned whose,
+                                                        uint4 (&operands)[kBlock / 2]) {
+  const unsigned lane = threadIdx.x % 32u;
+  const unsigned row = lane % 16u;
+  __syncwarp();  // all have read the last ones
+  if (lane == whose) {
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 2) {
+      const auto& word = patch.word;
+      operands[i / 2] = make_uint4(word[i][0], word[i][1], word[i + 1][0], word[i + 1][1]);
+    }
+  }
+  __syncwarp();
+  const uint32_t word = activation_of_word<kKind>(reinterpret_cast<const uint32_t*>(operands)[row * 2u + lane / 16u]);
+  const float sign = ((kHadamardSigns >> row) & 1u) != 0u ? -1.0f : 1.0f;
+  uint32_t largest = 0u;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float v = Words<bf16_t>::element(word, e) * sign;
+#pragma unroll
+    for (unsigned apart = 1u; apart < 16u; apart *= 2u) {
+      const float other = __shfl_xor_sync(kFullWarp, v, apart);
+      v = (row & apart) != 0u ? other - v : v + other;
+    }
+    largest = max(largest, bits_of(fabsf(v)));
+  }
+  return largest;
+}
 
 // A warp takes 16 rows at a time, and a lane four columns of them.
 template <Activation kKind>
@@ -67,13 +101,20 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   using Bound = ActivationBound<kKind>;
   using W = Words<bf16_t>;
   __shared__ uint32_t scratch[kWarps];
+  __shared__ uint4 operands[kWarps][kBlock / 2];
   let_next_kernel_start();
   if (is_noop(noop)) return;
-  wait_for_kernel_before();  // which zeroes both
+  const unsigned first = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (first < items) {  // what comes until both are zeroed: 16 rows of two lines
+    const unsigned down = first / across;
+    const int64_t row = static_cast<int64_t>(down) * kBlock + threadIdx.x % 32u / 2u;
+    prefetch_line(data + row * stride + (first - down * across) * 128u + threadIdx.x % 2u * 64u);
+  }
+  wait_for_kernel_before();
   ColumnAmax columns(amax_col);
   Stretches found(kKind);
 #pragma unroll 1
-  for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
+  for (unsigned at = first; at < items; at += gridDim.x * kWarps) {
     const unsigned down = at / across;
     const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
     const bf16_t* from = data + static_cast<int64_t>(down) * kBlock * stride + col;
@@ -93,8 +134,19 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     const auto sums = [&](int w) {
       return sum_of_magnitudes<kBlock>([&](int i) { return Bound::of(patch.word[i][w]); });
     };
-    const bool low = __any_sync(kFullWarp, W::fold(found.lowest()) >= Bound::kLowest);
-    if (!low && !columns.may_rise(W::max(sums(0), sums(1)))) continue;
+    const bool low = W::fold(found.lowest()) >= Bound::kLowest;
+    uint32_t rising = __ballot_sync(kFullWarp, low || columns.may_rise_here(W::max(sums(0), sums(1))));
+    if (rising == 0u) continue;
+    if (__popc(rising) <= NvActivationAmax::kFew) {
+      uint32_t largest = 0u;
+#pragma unroll 1
+      for (; rising != 0u; rising &= rising - 1u) {
+        const unsigned whose = static_cast<unsigned>(__ffs(static_cast<int>(rising))) - 1u;
+        largest = max(largest, transformed_by_warp<kKind>(patch, whose, operands[threadIdx.x / 32]));
+      }
+      columns.raise(largest);
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
 #pragma unroll

@@ -355,6 +355,17 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     const TileRegion region{0, 0, x.order.bands * (TileConfig::kTile / Shape::kRows),
                             x.order.across / (Shape::kCols / TileConfig::kTile)};
     const TileWalk walk{region, gridDim.x / region.across, gridDim.x % region.across, backwards};
+    const TileCursor first(walk);
+    if (WayConfig<kWay>::kTableBytes > 0 && first.there(walk)) {  // what comes while the table is filled
+      const auto tile = first.template place<Shape>(walk);
+      prefetch_tile<Shape>(x.data, x.stride, tile);
+      if constexpr (WayConfig<kWay>::kPairs || kWay == Way::kGated) {
+        prefetch_tile<Shape>(x.data + x.cols, x.stride, tile);
+      }
+      if constexpr (WayConfig<kWay>::kPairs || WayConfig<kWay>::kSloped) {
+        prefetch_tile<Shape>(x.grad, x.grad_stride, tile);
+      }
+    }
     const auto table = WayConfig<kWay>::Table::fill(memory, x.activation);
     __syncthreads();
     if constexpr (WayConfig<kWay>::kStreamed) {
