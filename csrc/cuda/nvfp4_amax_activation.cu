@@ -56,7 +56,7 @@ struct ActivationBound<Activation::kSquaredRelu> : RectifierBound<true> {};
 
 struct NvActivationAmax {
   static constexpr int kThreads = 256;
-  static constexpr int kBlocksPerSm = 4;
+  static constexpr int kBlocksPerSm = 3;
   static constexpr int kFew = 8;  // lanes whose columns a warp takes one after another, rather than all lanes' at once
 };
 
@@ -104,17 +104,11 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   __shared__ uint4 operands[kWarps][kBlock / 2];
   let_next_kernel_start();
   if (is_noop(noop)) return;
-  const unsigned first = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (first < items) {  // what comes until both are zeroed: 16 rows of two lines
-    const unsigned down = first / across;
-    const int64_t row = static_cast<int64_t>(down) * kBlock + threadIdx.x % 32u / 2u;
-    prefetch_line(data + row * stride + (first - down * across) * 128u + threadIdx.x % 2u * 64u);
-  }
-  wait_for_kernel_before();
+  wait_for_kernel_before();  // which zeroes both
   ColumnAmax columns(amax_col);
   Stretches found(kKind);
 #pragma unroll 1
-  for (unsigned at = first; at < items; at += gridDim.x * kWarps) {
+  for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
     const unsigned down = at / across;
     const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
     const bf16_t* from = data + static_cast<int64_t>(down) * kBlock * stride + col;

@@ -355,15 +355,14 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
     const TileRegion region{0, 0, x.order.bands * (TileConfig::kTile / Shape::kRows),
                             x.order.across / (Shape::kCols / TileConfig::kTile)};
     const TileWalk walk{region, gridDim.x / region.across, gridDim.x % region.across, backwards};
-    const TileCursor first(walk);
-    if (WayConfig<kWay>::kTableBytes > 0 && first.there(walk)) {  // what comes while the table is filled
-      const auto tile = first.template place<Shape>(walk);
-      prefetch_tile<Shape>(x.data, x.stride, tile);
-      if constexpr (WayConfig<kWay>::kPairs || kWay == Way::kGated) {
-        prefetch_tile<Shape>(x.data + x.cols, x.stride, tile);
-      }
-      if constexpr (WayConfig<kWay>::kPairs || WayConfig<kWay>::kSloped) {
-        prefetch_tile<Shape>(x.grad, x.grad_stride, tile);
+    // What comes while the table is filled. (GELU's gradient is up to 6 % slower with this.)
+    if constexpr (WayConfig<kWay>::kTableBytes > 0 && !WayConfig<kWay>::kSloped) {
+      const TileCursor first(walk);
+      if (first.there(walk)) {
+        const auto tile = first.template place<Shape>(walk);
+        prefetch_tile<Shape>(x.data, x.stride, tile);
+        if (WayConfig<kWay>::kSlots > 0) prefetch_tile<Shape>(x.data + x.cols, x.stride, tile);
+        if (WayConfig<kWay>::kPairs) prefetch_tile<Shape>(x.grad, x.grad_stride, tile);
       }
     }
     const auto table = WayConfig<kWay>::Table::fill(memory, x.activation);
