@@ -31,6 +31,14 @@ struct RowsOf {
   static constexpr int bytes(int cols, int sets) {
     return kRing * 4 * cols + sets * kSums * static_cast<int>(sizeof(float2));
   }
+  // For the longest rows, whatever a call's: a graph may hold a launch that needs it.
+  static constexpr int kMostBytes = bytes(kMostColumns, 2);
+  // Not every GPU lets a block have so much, and what the kernel has besides.
+  static bool fits() {
+    constexpr int kBesides = RowBlock::kScratch * static_cast<int>(sizeof(float)) +
+                             2 * RowsConfig::kRows * static_cast<int>(sizeof(RowStats));
+    return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= kMostBytes + kBesides;
+  }
 };
 
 // The thread's part of a row of up to kSpans spans; kFull: of as many.
@@ -277,11 +285,9 @@ template <int kPairs, bool kCentered, bool kFull>
 void launch(const NormGradTask& task, Lane lane) {
   using Rows = RowsOf<kPairs>;
   const auto kernel = norm_grad_rows_kernel<kPairs, kCentered, kFull>;
-  // For the longest rows, whatever this call's: a graph may hold a launch that needs it.
-  constexpr int kMostBytes = Rows::bytes(Rows::kMostColumns, 2);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes),
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Rows::kMostBytes),
              "shared memory for rows");
-  static const int64_t resident = resident_clusters(kernel, kMostBytes);  // GPUs of one machine are alike
+  static const int64_t resident = resident_clusters(kernel, Rows::kMostBytes);  // GPUs of one machine are alike
   const int64_t most = smaller(resident, larger(1, multiprocessors() * Rows::kBlocksPerSm / RowsConfig::kCluster));
   const int blocks = grid_size(smaller(ceil_div(task.rows, 128), most) * RowsConfig::kCluster);
   const int bytes = Rows::bytes(static_cast<int>(task.x.cols), task.bias_partials != nullptr ? 2 : 1);
@@ -301,6 +307,7 @@ bool launch_norm_grad_rows(const NormGradTask& task, Lane lane) {
   const bool vectors = task.x.vector && task.grad.vector && task.dx.vector && cols % 8 == 0;
   if (!runs_hopper_code() || task.x.dtype != Float::kBF16 || !vectors || cols > RowsOf<8>::kMostColumns) return false;
   if (task.rows > 0x7FFF0000) return false;
+  if (!(cols > RowsOf<4>::kMostColumns ? RowsOf<8>::fits() : RowsOf<4>::fits())) return false;
   if (cols == RowsOf<8>::kMostColumns) {
     launch<8, true>(task, lane);
   } else if (cols > RowsOf<4>::kMostColumns) {

@@ -105,8 +105,8 @@ void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes
   }
   const int64_t most = Config::kTabled ? static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm : x.pieces;
   // Blocks have as many pairs each, or all wait for the last ones: a block has few.
-  const int64_t even = Config::kPairs ? ceil_div(x.pieces, ceil_div(x.pieces, most)) : most;
-  const int blocks = grid_size(smaller(x.pieces, even));
+  const int blocks =
+      grid_size(Config::kPairs ? ceil_div(x.pieces, ceil_div(x.pieces, most)) : smaller(x.pieces, most));
   if (x.order.ordered) {
     launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, nullptr, nullptr}, noop, lane);
     return launch_close(name, kernel, blocks, PatchConfig::kThreads, bytes, lane, x, arguments...);
