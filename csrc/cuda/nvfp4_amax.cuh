@@ -69,9 +69,10 @@ __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int firs
 // they are below what is known already: those need not be transformed.
 class ColumnAmax {
  public:
-  // Null: not to be asked.
-  __device__ __forceinline__ explicit ColumnAmax(float* amax)
-      : amax_(amax), heard_(amax != nullptr ? peek(amax) : 0.0f) {}
+  // known: there may be something to hear already. Warps that start together would all ask at one place, and wait for
+  // each other.
+  __device__ __forceinline__ explicit ColumnAmax(float* amax, bool known)
+      : amax_(amax), heard_(known ? peek(amax) : 0.0f) {}
 
   // What was on its way becomes known: whoever waits for an answer waits long.
   __device__ __forceinline__ void hear() { known_ = max(known_, bits_of(heard_)); }

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   let_next_kernel_start();
   if (is_noop(noop)) return;
   wait_for_kernel_before();  // which zeroes both
-  ColumnAmax columns(amax_col);
+  ColumnAmax columns(amax_col, false);
   Stretches found(kKind);
 #pragma unroll 1
   for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   const float4 gain = load_four_gains(x, col);
   const float4 bias = load_vector_four(x.bias, col, kNoBias);
   wait_for_kernel_before();
-  ColumnAmax columns(amax_col);
+  ColumnAmax columns(amax_col, true);
   RowStats mine = peek_stats<kBlock>(x, row, true);
   await_stats<kBlock>(x, row, true, mine);
   const float shift_of_mine = mine.shift(x.centered);
@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
 }  // namespace
 
 void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
+  if (launch_amax_nvfp4_norm_rows(x, amax_row, amax_col, noop, lane)) return;
   if (x.order.ordered) {
     launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, amax_row, amax_col}, noop, lane);
   } else {

@@ -24,8 +24,9 @@ namespace {
 // Of the patches that a thread has met.
 class NvMaxima {
  public:
-  __device__ __forceinline__ explicit NvMaxima(const NvMadeOut& out)
-      : hadamard_(out.hadamard), columns_(out.hadamard ? out.amax_col.amax : nullptr) {
+  // stays: the block does, and takes more patches than these.
+  __device__ __forceinline__ NvMaxima(const NvMadeOut& out, bool stays)
+      : hadamard_(out.hadamard), columns_(out.amax_col.amax, out.hadamard && !stays) {
     signs_ = out.signs >> (is_lower() ? 8 : 0);
   }
 
