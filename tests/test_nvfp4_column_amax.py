@@ -90,10 +90,15 @@ def test_no_column_is_left_out_that_would_raise_the_amax(roundings: int) -> None
     generator = torch.Generator().manual_seed(0)
     rounded_down = torch.full((16, 1), 1.0078125)
     rounded_down[0] = 1.0
+    # Each rounding takes 2^-8 of a sum that stays 1: so much is added, on every level of halves or row by row.
+    halves = [1, *(2.0**-8 / size for size in (1, 2, 4, 8) for _ in range(size))]
+    rows = [1, *7 * [2.0**-8], *8 * [2.0**-11]]
+    lost = torch.tensor([halves, rows]).T
+    assert SUMS[4](lost[:, :1].bfloat16()).item() == SUMS[8](lost[:, 1:].bfloat16()).item() == 1.0
     for spread in (0.0, 0.01, 1.0, 20.0):
         exponents = torch.randn(16, 200_000, generator=generator) * spread
         magnitudes = torch.cat(
-            [(1 + torch.rand(exponents.shape, generator=generator)) * exponents.exp2(), rounded_down], 1
+            [(1 + torch.rand(exponents.shape, generator=generator)) * exponents.exp2(), rounded_down, lost], 1
         )
         x = aligned_columns(magnitudes.clamp(2.0**-120, 2.0**120), True)
         signed = x.float() * signs_of_rows(True)[:, None]

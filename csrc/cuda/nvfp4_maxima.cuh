@@ -40,21 +40,21 @@ class NvMaxima {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     row_word_ = max_of_words<bf16_t>(words, row_word_);
   }
-  // and then, of kCount patches, the sums of magnitudes in columns, added row after row. patch_of(k, patch): patch k,
-  // which few are asked for.
-  template <int kCount, typename PatchOf>
-  __device__ __forceinline__ void add_columns(const uint32_t (&sums)[kCount][4], const PatchOf& patch_of) {
+  // and then, of two patches, the sums of magnitudes in columns, added row after row. patch_of(k, patch): patch k, which
+  // few are asked for.
+  template <typename PatchOf>
+  __device__ __forceinline__ void add_columns(const uint32_t (&sums)[2][4], const PatchOf& patch_of) {
     if (!hadamard_) return;
     columns_.ask();
     uint32_t largest = 0u;
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
+    for (int k = 0; k < 2; ++k) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) largest = Words<bf16_t>::max(largest, with_partner(sums[k][w]));
     }
     if (!columns_.may_rise<TileConfig::kPatch>(largest)) return;
 #pragma unroll 1
-    for (int k = 0; k < kCount; ++k) {
+    for (int k = 0; k < 2; ++k) {
       Patch<bf16_t> patch;
       patch_of(k, patch);
       columns_.raise(transformed(patch));

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(NvPairs::kThreads, NvPairs::kBlocksPerSm)
     uint32_t magnitudes[2][4] = {};
     float totals[2][8] = {};
     const auto take = [&](int half, const uint4& v) {
-      // Not past L2: the cast begins with what is made last.
+      // Not a streaming store: the cast begins with what is made last, and finds it in L2.
       *reinterpret_cast<uint4*>(to + half * x.cols) = v;
       maxima.add_row(v);
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
