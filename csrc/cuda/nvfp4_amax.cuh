@@ -52,6 +52,24 @@ __device__ __forceinline__ uint32_t amax_of_columns(const NvPatch<bf16_t, 2>& pa
   return largest;
 }
 
+// What transformed_amax makes of four columns of which every lane has two values: word, of row lane % 16, and of two
+// columns in each half of the warp. With the standard signs.
+__device__ __forceinline__ uint32_t transformed_across_lanes(uint32_t word) {
+  const unsigned row = threadIdx.x % 16u;
+  uint32_t largest = 0u;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float v = flip_sign(Words<bf16_t>::element(word, e), kHadamardSigns, static_cast<int>(row));
+#pragma unroll
+    for (unsigned apart = 1u; apart < 16u; apart *= 2u) {
+      const float other = __shfl_xor_sync(kFullWarp, v, apart);
+      v = (row & apart) != 0u ? other - v : v + other;
+    }
+    largest = max(largest, bits_of(fabsf(v)));
+  }
+  return largest;
+}
+
 // ---------------------------------------------------------------------------------------------- columns to leave out
 // Of the magnitudes in each half of kRows words, pair by pair. word(i): a word of bf16.
 template <int kRows, typename Word>
@@ -64,25 +82,63 @@ __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int firs
   }
 }
 
-// The amax of transformed columns, in place, as all warps of the GPU raise it. A column's largest is at most a quarter
-// of the sum of its 16 magnitudes, which takes a tenth of the transform's instructions, and tells of most columns that
-// they are below what is known already: those need not be transformed.
-class ColumnAmax {
+// An amax in place, as all warps of the GPU raise it, and what this one knows of it.
+class KnownAmax {
  public:
-  // Null: not to be asked.
-  __device__ __forceinline__ explicit ColumnAmax(float* amax)
-      : amax_(amax), heard_(amax != nullptr ? peek(amax) : 0.0f) {}
+  // amax: null if nobody wants to know. of_block: null, or a word of shared memory, zero at first, by which the warps
+  // of a block that stays tell each other. Then the first warp asks for all of them: of all that start at once, each
+  // asking at one place of L2, many would wait for each other.
+  __device__ __forceinline__ KnownAmax(float* amax, uint32_t* of_block) : amax_(amax), of_block_(of_block) {}
+
+  // For what comes next, ever more rarely: what is known changes less and less.
+  __device__ __forceinline__ void ask() {
+    ++rounds_;
+    if ((rounds_ & (rounds_ - 1u)) == 0u && (of_block_ == nullptr || threadIdx.x < 32u)) ask_now();
+  }
+  __device__ __forceinline__ void ask_now() {
+    if (amax_ != nullptr) heard_ = peek(amax_);
+  }
 
   // What was on its way becomes known: whoever waits for an answer waits long.
-  __device__ __forceinline__ void hear() { known_ = max(known_, bits_of(heard_)); }
-
-  // The same, and the next one is asked for, ever more rarely: all warps ask at one place of L2, and what they all know
-  // changes less and less.
-  __device__ __forceinline__ void ask() {
-    hear();
-    ++rounds_;
-    if ((rounds_ & (rounds_ - 1u)) == 0u) heard_ = peek(amax_);
+  __device__ __forceinline__ void hear() {
+    known_ = max(known_, bits_of(heard_));
+    if (of_block_ == nullptr) return;
+    uint32_t of_others = 0u;
+    if (threadIdx.x % 32 == 0) of_others = atomicMax(of_block_, known_);
+    known_ = max(known_, __shfl_sync(kFullWarp, of_others, 0));
   }
+
+  __device__ __forceinline__ float known() const { return float_of(known_); }
+
+  // Whether either half of a word of bf16 magnitudes is above `share` of what is known.
+  __device__ __forceinline__ bool is_topped_by(uint32_t magnitudes, float share) const {
+    constexpr uint32_t kMostFinite = 0x7F7Fu;
+    return Words<bf16_t>::fold(magnitudes) > min(bits_of(known() * share) >> 16, kMostFinite);
+  }
+
+  // found: the same in all lanes.
+  __device__ __forceinline__ void raise(float found) {
+    const uint32_t bits = bits_of(amax_of_bits(bits_of(found)));
+    if (amax_ == nullptr || bits <= known_) return;
+    known_ = bits;
+    if (threadIdx.x % 32 != 0 || (of_block_ != nullptr && atomicMax(of_block_, bits) >= bits)) return;
+    atomic_amax(amax_, found);
+  }
+
+ private:
+  float* amax_;
+  uint32_t* of_block_;
+  float heard_ = 0.0f;
+  uint32_t known_ = 0u;
+  uint32_t rounds_ = 0u;
+};
+
+// That of transformed columns. A column's largest is at most a quarter of the sum of its 16 magnitudes, which takes a
+// tenth of the transform's instructions, and tells of most columns that they are below what is known already: those
+// need not be transformed.
+class ColumnAmax : public KnownAmax {
+ public:
+  using KnownAmax::KnownAmax;
 
   // Whether this lane's columns may be larger than what is known. sums: of 16 magnitudes, in each half, with as many
   // roundings on the way.
@@ -90,9 +146,7 @@ class ColumnAmax {
   __device__ __forceinline__ bool may_rise_here(uint32_t sums) const {
     // Four times the amax, less what roundings to bf16 may take from a sum (2^-8 of it each), and the transform's.
     constexpr float kFour = 4.0f - kRoundings / 64.0f - 0.0075f;
-    constexpr uint32_t kMostFinite = 0x7F7Fu;
-    const uint32_t most = min(bits_of(float_of(known_) * kFour) >> 16, kMostFinite);
-    return Words<bf16_t>::fold(sums) > most;
+    return is_topped_by(sums, kFour);
   }
   // Any lane's.
   template <int kRoundings = 4>
@@ -102,18 +156,8 @@ class ColumnAmax {
 
   // largest: transformed_amax's, of each lane.
   __device__ __forceinline__ void raise(uint32_t largest) {
-    const float found = to_float(to_bf16(float_of(__reduce_max_sync(kFullWarp, largest)) * 0.25f));
-    const uint32_t bits = bits_of(amax_of_bits(bits_of(found)));
-    if (bits <= known_) return;
-    known_ = bits;
-    if (threadIdx.x % 32 == 0) atomic_amax(amax_, found);
+    KnownAmax::raise(to_float(to_bf16(float_of(__reduce_max_sync(kFullWarp, largest)) * 0.25f)));
   }
-
- private:
-  float* amax_;
-  float heard_;
-  uint32_t known_ = 0u;
-  uint32_t rounds_ = 0u;
 };
 
 // ---------------------------------------------------------------------------------------------- blocks

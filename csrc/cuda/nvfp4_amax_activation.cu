@@ -77,19 +77,7 @@ __device__ __forceinline__ uint32_t transformed_by_warp(const NvPatch<bf16_t, 2>
   }
   __syncwarp();
   const uint32_t word = activation_of_word<kKind>(reinterpret_cast<const uint32_t*>(operands)[row * 2u + lane / 16u]);
-  const float sign = ((kHadamardSigns >> row) & 1u) != 0u ? -1.0f : 1.0f;
-  uint32_t largest = 0u;
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    float v = Words<bf16_t>::element(word, e) * sign;
-#pragma unroll
-    for (unsigned apart = 1u; apart < 16u; apart *= 2u) {
-      const float other = __shfl_xor_sync(kFullWarp, v, apart);
-      v = (row & apart) != 0u ? other - v : v + other;
-    }
-    largest = max(largest, bits_of(fabsf(v)));
-  }
-  return largest;
+  return transformed_across_lanes(word);
 }
 
 // A warp takes 16 rows at a time, and a lane four columns of them.
@@ -102,10 +90,13 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   using W = Words<bf16_t>;
   __shared__ uint32_t scratch[kWarps];
   __shared__ uint4 operands[kWarps][kBlock / 2];
+  __shared__ uint32_t known;
   let_next_kernel_start();
   if (is_noop(noop)) return;
+  if (threadIdx.x == 0u) known = 0u;
+  __syncthreads();
   wait_for_kernel_before();  // which zeroes both
-  ColumnAmax columns(amax_col);
+  ColumnAmax columns(amax_col, &known);
   Stretches found(kKind);
 #pragma unroll 1
   for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
@@ -115,7 +106,6 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     NvPatch<bf16_t, 2> patch;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) load_words(from + i * stride, patch.word[i]);
-    columns.ask();
     if (bias != nullptr) {
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
       add_to_rows(patch.word, {biases.x, biases.y});
@@ -128,25 +118,28 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     const auto sums = [&](int w) {
       return sum_of_magnitudes<kBlock>([&](int i) { return Bound::of(patch.word[i][w]); });
     };
+    columns.hear();
     const bool low = W::fold(found.lowest()) >= Bound::kLowest;
     uint32_t rising = __ballot_sync(kFullWarp, low || columns.may_rise_here(W::max(sums(0), sums(1))));
-    if (rising == 0u) continue;
-    if (__popc(rising) <= NvActivationAmax::kFew) {
+    if (rising != 0u) {
       uint32_t largest = 0u;
+      if (__popc(rising) <= NvActivationAmax::kFew) {
 #pragma unroll 1
-      for (; rising != 0u; rising &= rising - 1u) {
-        const unsigned whose = static_cast<unsigned>(__ffs(static_cast<int>(rising))) - 1u;
-        largest = max(largest, transformed_by_warp<kKind>(patch, whose, operands[threadIdx.x / 32]));
+        for (; rising != 0u; rising &= rising - 1u) {
+          const unsigned whose = static_cast<unsigned>(__ffs(static_cast<int>(rising))) - 1u;
+          largest = max(largest, transformed_by_warp<kKind>(patch, whose, operands[threadIdx.x / 32]));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) {
+#pragma unroll
+          for (int w = 0; w < 2; ++w) patch.word[i][w] = activation_of_word<kKind>(patch.word[i][w]);
+        }
+        largest = amax_of_columns(patch);
       }
       columns.raise(largest);
-      continue;
     }
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-#pragma unroll
-      for (int w = 0; w < 2; ++w) patch.word[i][w] = activation_of_word<kKind>(patch.word[i][w]);
-    }
-    columns.raise(amax_of_columns(patch));
+    columns.ask();
   }
   if (amax_row != nullptr) found.give<NvActivationAmax::kThreads>(kKind, AmaxOut{amax_row, nullptr}, scratch);
 }

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   const float4 gain = load_four_gains(x, col);
   const float4 bias = load_vector_four(x.bias, col, kNoBias);
   wait_for_kernel_before();
-  ColumnAmax columns(amax_col);
+  ColumnAmax columns(amax_col, nullptr);
+  columns.ask_now();
   RowStats mine = peek_stats<kBlock>(x, row, true);
   await_stats<kBlock>(x, row, true, mine);
   const float shift_of_mine = mine.shift(x.centered);

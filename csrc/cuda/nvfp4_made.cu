@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
   extern __shared__ __align__(16) float memory[];
   let_next_kernel_start();
   if (is_noop(out.noop)) return;
-  NvMaxima maxima(out);
+  NvMaxima maxima(out, WayConfig<kWay>::kTabled);
   const auto take = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
     store_patch(x, patch, tile, out.written);
     maxima.add(patch);
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   extern __shared__ uint4 rings[];
   let_next_kernel_start();
   if (is_noop(out.noop)) return;
-  NvMaxima maxima(out);
+  NvMaxima maxima(out, true);
   for_each_made_tile(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, false, rings,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
                        store_patch(x, patch, tile, out.written);

@@ -24,9 +24,11 @@ namespace {
 // Of the patches that a thread has met.
 class NvMaxima {
  public:
-  __device__ __forceinline__ explicit NvMaxima(const NvMadeOut& out)
-      : hadamard_(out.hadamard), columns_(out.hadamard ? out.amax_col.amax : nullptr) {
+  // stays: the block does, and takes more patches than these. Its first ones come when nobody knows anything.
+  __device__ __forceinline__ NvMaxima(const NvMadeOut& out, bool stays)
+      : hadamard_(out.hadamard), stays_(stays), columns_(out.amax_col.amax, nullptr) {
     signs_ = out.signs >> (is_lower() ? 8 : 0);
+    if (hadamard_ && !stays) columns_.ask_now();
   }
 
   __device__ __forceinline__ void add(const Patch<bf16_t>& patch) {
@@ -40,12 +42,12 @@ class NvMaxima {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     row_word_ = max_of_words<bf16_t>(words, row_word_);
   }
-  // and then, of two patches, the sums of magnitudes in columns, added row after row. patch_of(k, patch): patch k, which
-  // few are asked for.
+  // and then, of two patches, the sums of magnitudes in columns, added row after row. patch_of(k, patch): patch k,
+  // which few are asked for.
   template <typename PatchOf>
   __device__ __forceinline__ void add_columns(const uint32_t (&sums)[2][4], const PatchOf& patch_of) {
     if (!hadamard_) return;
-    columns_.ask();
+    hear_and_ask();
     uint32_t largest = 0u;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -74,13 +76,18 @@ class NvMaxima {
  private:
   static __device__ __forceinline__ bool is_lower() { return (threadIdx.x & 16u) != 0u; }
 
+  __device__ __forceinline__ void hear_and_ask() {
+    columns_.hear();
+    if (stays_) columns_.ask();
+  }
+
   // 16 rows are those of two lanes, 16 apart.
   static __device__ __forceinline__ uint32_t with_partner(uint32_t sums) {
     return add_bf16(sums, __shfl_xor_sync(kFullWarp, sums, 16));
   }
 
   __device__ __forceinline__ void add_transformed(const Patch<bf16_t>& patch) {
-    columns_.ask();
+    hear_and_ask();
     uint32_t largest = 0u;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -118,6 +125,7 @@ class NvMaxima {
   uint32_t row_word_ = 0u;
   uint32_t signs_;  // of this thread's rows
   bool hadamard_;
+  bool stays_;
   ColumnAmax columns_;
 };
 

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(NvPairs::kThreads, NvPairs::kBlocksPerSm)
   PatchPlace place = queue.next(x);
   NvPairs::Ring{ring}.fill(x, place);
   wait_for_kernel_before();  // which zeroes both amaxes
-  NvMaxima maxima(out);
+  NvMaxima maxima(out, true);
 #pragma unroll 1
   while (place.there) {
     const PatchPlace next = queue.next(x);
