@@ -41,19 +41,24 @@ __device__ __forceinline__ unsigned shared_address(const void* of) {
 #define TED_BOX_COPIES(...) __trap()  // runs_hopper_code says no
 #endif
 
-// Of one or more boxes. Then it is ready for the next ones.
+// Of one or more boxes, of bytes that other blocks of a cluster send (clusters.cuh), or of threads. Then it is ready
+// for the next ones.
 struct Arrival {
   uint64_t state;
 
-  // By the thread that asks for the boxes. Others use it after a barrier.
-  __device__ __forceinline__ void init() {
-    TED_BOX_COPIES("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(this)) : "memory");
+  // By one thread. Others use it after a barrier. threads: how many expect bytes, or arrive.
+  __device__ __forceinline__ void init(unsigned threads = 1u) {
+    TED_BOX_COPIES("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(threads) : "memory");
     TED_BOX_COPIES("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   // Before they are asked for.
   __device__ __forceinline__ void expect(unsigned bytes) {
     TED_BOX_COPIES("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
                    : "memory");
+  }
+  // Of a thread, with what it has read and written.
+  __device__ __forceinline__ void arrive() {
+    TED_BOX_COPIES("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
   // turn: how often it was used before.
   __device__ __forceinline__ void wait(unsigned turn) const {
