@@ -5,10 +5,10 @@
 
 Runs the tests in as many processes as there are cores, each with a share of them. memcheck runs without torch's caching
 allocator, which would let a kernel write into its neighbour unseen; tests of CUDA graphs need the allocator, and run
-once more with it. For racecheck, gradients of norms run alone, afterwards: their blocks wait for others of their
-cluster, which takes the tool long enough, and much longer where other processes have the GPU in turns. That is more
-than one would want to do at once: with --seen, a file keeps the names of the tests in which a tool found nothing, and
-the next run of the same csrc/ leaves them out.
+once more with it. For racecheck, gradients of norms and long norms run alone, afterwards: their blocks wait for others
+of their cluster, which takes the tool long enough, and much longer where other processes have the GPU in turns. That is
+more than one would want to do at once: with --seen, a file keeps the names of the tests in which a tool found nothing,
+and the next run of the same csrc/ leaves them out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).parent
 KERNEL_TESTS = (
     "blocks_that_stay", "whole_tiles", "casts", "golden", "producers", "round_trip", "norm_modules", "delayed_scaling",
-    "exactness", "nvfp4_column_amax",
+    "exactness", "nvfp4_column_amax", "nvfp4_norm_rows",
 )  # fmt: skip
 
 
@@ -50,7 +50,8 @@ def stages(tool: str, jobs: int) -> list[list[Part]]:
     """What runs at the same time, one list after the other."""
     if tool == "memcheck":
         return [[Part("not graph", jobs, caching=False), Part("graph", 1)]]
-    return [[Part("not graph and not gradients", jobs), Part("graph", 1)], [Part("gradients and not graph", 1)]]
+    clusters = "(gradients or norm_rows or long_norms)"
+    return [[Part(f"not graph and not {clusters}", jobs), Part(f"graph and not {clusters}", 1)], [Part(clusters, 1)]]
 
 
 def start(

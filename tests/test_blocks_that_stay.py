@@ -123,6 +123,15 @@ def test_norms_of_many_rows(build: str, shape: tuple[int, int]) -> None:
             check(BUILDS[build], x, name, planes, False)
 
 
+@pytest.mark.parametrize("build", ["rms", "layer"])
+@pytest.mark.parametrize("planes", ["column", "both"])
+def test_long_norms_of_whole_tiles(build: str, planes: str) -> None:
+    """Rows that do and do not fill their lanes, and some that are no multiple of 512. Of 256 rows, all multiprocessors
+    make tiles, and few make rows; of more, there are more groups of 16 rows than clusters run at once."""
+    for shape in ((256, 8192), (256, 4608), (640, 4608), (1024, 8192), (640, 6144), (640, 6016)):
+        check(BUILDS[build], matrix(*shape, torch.bfloat16).cuda(), "nvfp4_rht", planes, False)
+
+
 # A few tiles of each kind of kernel; then more of them, and rows that fill it.
 FEW_TILES = ((300, 264), (260, 2056), (260, 4104), (140, 8200))
 MANY_TILES = ((900, 264), (900, 2048), (700, 2056), (700, 4096), (650, 4104), (530, 8192), (300, 8200))

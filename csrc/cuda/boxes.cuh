@@ -41,11 +41,12 @@ __device__ __forceinline__ unsigned shared_address(const void* of) {
 #define TED_BOX_COPIES(...) __trap()  // runs_hopper_code says no
 #endif
 
-// Of one or more boxes. Then it is ready for the next ones.
+// Of one or more boxes, or of bytes that other blocks of a cluster send (clusters.cuh). Then it is ready for the next
+// ones.
 struct Arrival {
   uint64_t state;
 
-  // By the thread that asks for the boxes. Others use it after a barrier.
+  // By the thread that expects them. Others use it after a barrier.
   __device__ __forceinline__ void init() {
     TED_BOX_COPIES("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(this)) : "memory");
     TED_BOX_COPIES("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -4,6 +4,7 @@
 // column sums through each other's shared memory. Clusters stay and take tile after tile: rows on their way wait in a
 // ring in shared memory, and those of the next tile are on their way while this one's sums are folded. Short rows leave
 // room for several blocks on a multiprocessor, which hide each other's latency.
+#include "clusters.cuh"
 #include "norm_grad.cuh"
 #include "row_block.cuh"
 
@@ -62,37 +63,6 @@ __device__ __forceinline__ void wait_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kYoungest) : "memory");
 }
 
-// Compiled for older GPUs, too, which never start the kernel.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define TED_IN_CLUSTERS __cluster_dims__(RowsConfig::kCluster, 1, 1)
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ int cluster_member() {
-  unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-}
-
-// What lies at `here` in the shared memory of another block of the cluster.
-__device__ __forceinline__ float2 load_of_member(const float2* here, int member) {
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(here))), "r"(member));
-  float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
-  return value;
-}
-#else
-#define TED_IN_CLUSTERS
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ int cluster_member() { return 0; }
-__device__ __forceinline__ float2 load_of_member(const float2* here, int) { return *here; }
-#endif
-
 // The sums of a tile's columns: every block folds those of an eighth of them.
 template <int kPairs>
 __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2* saved, int64_t tile, int member) {
@@ -117,7 +87,7 @@ __device__ __forceinline__ void fold_sums(const NormGradTask& task, const float2
 
 // kFull: rows have kMostColumns.
 template <int kPairs, bool kCentered, bool kFull>
-__global__ void TED_IN_CLUSTERS
+__global__ void TED_IN_CLUSTERS_OF(RowsConfig::kCluster)
     __launch_bounds__(RowsConfig::kThreads, RowsOf<kPairs>::kBlocksPerSm)
         norm_grad_rows_kernel(const __grid_constant__ NormGradTask task) {
   using Rows = RowsOf<kPairs>;
@@ -263,32 +233,17 @@ __global__ void TED_IN_CLUSTERS
   cluster_wait();  // others may still read here
 }
 
-// How many clusters run at once.
-template <typename Kernel>
-int64_t resident_clusters(Kernel kernel, int bytes) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(RowsConfig::kCluster);
-  config.blockDim = dim3(RowsConfig::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  cudaLaunchAttribute size;
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim.x = RowsConfig::kCluster;
-  size.val.clusterDim.y = size.val.clusterDim.z = 1;
-  config.attrs = &size;
-  config.numAttrs = 1;
-  int clusters = 0;
-  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "clusters of rows");
-  return larger(1, clusters);
-}
-
 template <int kPairs, bool kCentered, bool kFull>
 void launch(const NormGradTask& task, Lane lane) {
   using Rows = RowsOf<kPairs>;
   const auto kernel = norm_grad_rows_kernel<kPairs, kCentered, kFull>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Rows::kMostBytes),
              "shared memory for rows");
-  static const int64_t resident = resident_clusters(kernel, Rows::kMostBytes);  // GPUs of one machine are alike
-  const int64_t most = smaller(resident, larger(1, multiprocessors() * Rows::kBlocksPerSm / RowsConfig::kCluster));
+  // GPUs of one machine are alike.
+  static const int64_t resident =
+      resident_clusters(kernel, RowsConfig::kCluster, RowsConfig::kThreads, Rows::kMostBytes);
+  const int64_t room = multiprocessors() * Rows::kBlocksPerSm / RowsConfig::kCluster;
+  const int64_t most = larger(1, smaller(resident, room));
   const int blocks = grid_size(smaller(ceil_div(task.rows, 128), most) * RowsConfig::kCluster);
   const int bytes = Rows::bytes(static_cast<int>(task.x.cols), task.bias_partials != nullptr ? 2 : 1);
   kernel<<<blocks, RowsConfig::kThreads, bytes, stream_of(lane)>>>(task);
