@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -21,6 +22,7 @@ from cases import (
     rng_for,
     special_values,
 )
+from test_blocks_that_stay import multiprocessors
 from test_producers import activation, gradient, matrix, norm
 from torch import Tensor
 
@@ -406,6 +408,39 @@ def test_norms_that_make_special_values(planes: str, layer_norm: bool, cols: int
         with te_dist.use_backend("reference"):
             expected = quantizers[1].quantize(made)
         assert_same_storage(actual, expected, name)
+
+
+SIZED: dict[str, Callable[[Tensor, Tensor], Producer]] = {
+    "rms": lambda x, sizes: NormOutput(x, sizes, None, None, x.new_empty(x.shape[0], dtype=torch.float32), eps=1e-5),
+    "layer": lambda x, sizes: NormOutput(x, sizes, sizes, *x.new_empty(2, x.shape[0], dtype=torch.float32), eps=1e-5),
+    "silu": lambda x, sizes: activation((x * sizes).bfloat16(), "silu", False),
+    "srelu": lambda x, sizes: activation((x * sizes).bfloat16(), "srelu", False),
+    "plain": lambda x, sizes: Plain((x * sizes).bfloat16()),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht"])
+@pytest.mark.parametrize("what", SIZED)
+@pytest.mark.parametrize("planes", PLANES)
+def test_nvfp4_blocks_of_all_sizes(planes: str, what: str, name: str) -> None:
+    """Blocks too small for a scale, but not zero, wait until the others of their tile are done: in the only tile of a
+    block of threads, and in both of a tall one."""
+    x = matrix(512, 512, torch.bfloat16)
+    sizes = 2.0 ** (torch.arange(512) // 16 * 7 % 32 * 2.0 - 50)
+    sizes[::3] *= -1  # all codes of a block without a scale are sixes; signs tell what is made from what it is made of
+    rowwise, columnwise = PLANES[planes]
+    with te_dist.use_backend("reference"):
+        made = kernels.materialize(SIZED[what](x, sizes))
+        expected = QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise).quantize(made)
+    scales = expected._rowwise_scale_inv.T if rowwise else expected._columnwise_scale_inv
+    small = (scales.view(torch.uint8) == 0).all(1)
+    assert made.isfinite().all() and (made.abs().amax(0) > 0).all() and small.any() and not small.all()
+    for most in (1, 2, 0):
+        with multiprocessors(most) if most else contextlib.nullcontext():
+            quantizer = on("cuda", QUANTIZERS[name](rowwise=rowwise, columnwise=columnwise))
+            actual = quantizer.quantize_produced(SIZED[what](x.cuda(), sizes.cuda()), x.shape)
+        assert_same_storage(actual, expected, f"on {most}")
 
 
 @pytest.mark.cuda

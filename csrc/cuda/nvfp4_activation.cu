@@ -36,8 +36,12 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
 #pragma unroll
         for (int w = 0; w < 4; ++w) rows.word[i][w] = patch.word[first + i][w];
       }
-      write_four_rows<false>(rows, scales, to + first * plane.data.cols, plane.data.cols,
-                             &of_blocks[patch_row + first][line % 16 / 2], [](bool) {});
+      const auto none = [](bool) {};
+      uint8_t* const there = to + first * plane.data.cols;
+      if (!write_four_rows<false>(rows, scales, there, plane.data.cols,
+                                  &of_blocks[patch_row + first + line % 2 * 2][line % 16 / 2], none)) {
+        write_four_hard_rows<false>(rows, scales, there, plane.data.cols, none);
+      }
     }
     __syncthreads();
     if (line < kTile) {

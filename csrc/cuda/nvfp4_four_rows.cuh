@@ -100,56 +100,99 @@ __device__ __forceinline__ uint32_t pack_hard_eight(const uint32_t (&from)[4], f
   return pack_plain(word, factor);
 }
 
-// Codes of four rows, to `to` and pitch bytes on. scales: of the thread's first row, kRowScales a row.
-// draw(odd): RowBytes, where kRandom.
-template <bool kRandom, typename Draw>
-__device__ __forceinline__ void write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
-                                                int64_t pitch, uint8_t* scales, const Draw& draw) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const bool odd = lane % 2 != 0;
-  const uint32_t maxima = rows.maxima(odd);
-  const EasyScale mine[2] = {EasyScale(float_of(low_float(maxima)), from),
-                             EasyScale(float_of(high_float(maxima)), from)};
-  constexpr int kPitch = NvTile<bf16_t>::kRowScales;
-  scales += (odd ? 2 : 0) * kPitch;
-  scales[0] = static_cast<uint8_t>(mine[0].code);
-  scales[kPitch] = static_cast<uint8_t>(mine[1].code);
-  const auto write_each = [&](const float(&factor)[2], const auto& pack) {
+// Of four rows, in the two threads that have their blocks. Each makes the scales of two of them.
+class ScalesOfFour {
+ public:
+  __device__ __forceinline__ ScalesOfFour(const FourRows& rows, const PlaneScales& from)
+      : maxima_(rows.maxima(is_odd())), mine_{{low(), from}, {high(), from}} {}
+
+  static __device__ __forceinline__ bool is_odd() { return threadIdx.x % 2 != 0; }
+
+  // to: of the first row, or of the third one if the thread is odd, kRowScales a row.
+  __device__ __forceinline__ void write(uint8_t* to) const {
+    to[0] = static_cast<uint8_t>(mine_[0].code);
+    to[NvTile<bf16_t>::kRowScales] = static_cast<uint8_t>(mine_[1].code);
+  }
+  __device__ __forceinline__ bool all_easy(Ties most) const {
+    return __all_sync(kFullWarp, mine_[0].is_easy(most) && mine_[1].is_easy(most));
+  }
+
+  // pack(i, factor), of row i, to `to` and pitch bytes on.
+  template <typename Pack>
+  __device__ __forceinline__ void write_codes(uint8_t* to, int64_t pitch, const Pack& pack) const {
+    write_each({mine_[0].factor, mine_[1].factor}, to, pitch, pack);
+  }
+  template <typename Pack>
+  __device__ __forceinline__ void write_hard_codes(const Nvfp4Global& global, uint8_t* to, int64_t pitch,
+                                                   const Pack& pack) const {
+    write_each({exact_factor(mine_[0].code, global), exact_factor(mine_[1].code, global)}, to, pitch, pack);
+  }
+
+ private:
+  __device__ __forceinline__ float low() const { return float_of(low_float(maxima_)); }
+  __device__ __forceinline__ float high() const { return float_of(high_float(maxima_)); }
+
+  template <typename Pack>
+  static __device__ __forceinline__ void write_each(const float (&factor)[2], uint8_t* to, int64_t pitch,
+                                                    const Pack& pack) {
 #pragma unroll
     for (int i = 0; i < FourRows::kRows; ++i) {
-      const float heard = __shfl_sync(kFullWarp, factor[i % 2], lane / 2 * 2 + i / 2);
+      const float heard = __shfl_sync(kFullWarp, factor[i % 2], static_cast<int>(threadIdx.x % 32) / 2 * 2 + i / 2);
       store_bulk(reinterpret_cast<uint32_t*>(to), pack(i, heard));
       to += pitch;
     }
-  };
-  const auto write = [&](const float(&factor)[2], const auto& pack) {
-    write_each(factor, [&](int i, float heard) { return pack(rows.word[i], heard); });
-  };
-  const float factors[2] = {mine[0].factor, mine[1].factor};
-  const auto all_easy = [&](Ties most) {
-    return __all_sync(kFullWarp, mine[0].is_easy(most) && mine[1].is_easy(most));
-  };
-  if constexpr (kRandom) {
-    const auto bytes = draw(odd);
-    if (all_easy(Ties::kNone)) {
-      return write_each(factors, [&](int i, float heard) {
-        return pack_at_random(rows.word[i], heard, bytes.word(i, 0), bytes.word(i, 1));
-      });
-    }
-    return write_each({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
-                      [&](int i, float heard) {
-                        const uint32_t words[2] = {bytes.word(i, 0), bytes.word(i, 1)};
-                        return pack_random<bf16_t, 8>(rows.word[i], heard, words);
-                      });
   }
-  if (all_easy(Ties::kNone)) return write(factors, pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return write(factors, pack_by_halves<Ties::kOdd>);
-  if (all_easy(Ties::kAll)) return write(factors, pack_by_halves<Ties::kAll>);
-  write({exact_factor(mine[0].code, from.global), exact_factor(mine[1].code, from.global)},
-        pack_hard_eight);
+
+  uint32_t maxima_;
+  EasyScale mine_[2];
+};
+
+// Codes of four rows, to `to` and pitch bytes on. scales: ScalesOfFour::write's. draw(odd): RowBytes, where kRandom.
+// False: their codes are left to write_four_hard_rows.
+template <bool kRandom, typename Draw>
+__device__ __forceinline__ bool write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
+                                                int64_t pitch, uint8_t* scales, const Draw& draw) {
+  const ScalesOfFour of(rows, from);
+  of.write(scales);
+  if constexpr (kRandom) {
+    if (!of.all_easy(Ties::kNone)) return false;
+    const auto bytes = draw(ScalesOfFour::is_odd());
+    of.write_codes(to, pitch, [&](int i, float factor) {
+      return pack_at_random(rows.word[i], factor, bytes.word(i, 0), bytes.word(i, 1));
+    });
+    return true;
+  }
+  const auto write = [&](const auto& pack) {
+    of.write_codes(to, pitch, [&](int i, float factor) { return pack(rows.word[i], factor); });
+  };
+  if (of.all_easy(Ties::kNone)) {
+    write(pack_by_halves<Ties::kNone>);
+  } else if (of.all_easy(Ties::kOdd)) {
+    write(pack_by_halves<Ties::kOdd>);
+  } else if (of.all_easy(Ties::kAll)) {
+    write(pack_by_halves<Ties::kAll>);
+  } else {
+    return false;
+  }
+  return true;
 }
 
-// The same of rows that all have one scale, which is written already.
+template <bool kRandom, typename Draw>
+__device__ __forceinline__ void write_four_hard_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
+                                                     int64_t pitch, const Draw& draw) {
+  const ScalesOfFour of(rows, from);
+  if constexpr (kRandom) {
+    const auto bytes = draw(ScalesOfFour::is_odd());
+    return of.write_hard_codes(from.global, to, pitch, [&](int i, float factor) {
+      const uint32_t words[2] = {bytes.word(i, 0), bytes.word(i, 1)};
+      return pack_random<bf16_t, 8>(rows.word[i], factor, words);
+    });
+  }
+  of.write_hard_codes(from.global, to, pitch,
+                      [&](int i, float factor) { return pack_hard_eight(rows.word[i], factor); });
+}
+
+// Codes of rows that all have one scale, which is written already.
 __device__ __forceinline__ void write_four_rows(const FourRows& rows, const EasyScale& scale, const Nvfp4Global& global,
                                                 uint8_t* to, int64_t pitch) {
   const auto write = [&](float factor, const auto& pack) {

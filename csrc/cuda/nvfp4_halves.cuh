@@ -78,18 +78,23 @@ struct Raise {
   }
 };
 
-// Eight bf16 values. factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
-template <Ties kMost>
-__device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
+// Eight bf16 values, value(i). factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
+template <Ties kMost, typename Value>
+__device__ __forceinline__ uint32_t pack_each_by_halves(const Value& value, float factor) {
   const Raise<kMost> raise(factor);
   if (kMost != Ties::kNone) factor = fabsf(factor);
-  const auto at = [&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2) * factor; };
+  const auto at = [&](int i) { return value(i) * factor; };
   const auto two = [&](int i) { return raise(cut_to_halves(at(i), at(i + 2))); };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
   const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight + 0x08080808u, bytes); };
   return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
+}
+
+template <Ties kMost>
+__device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
+  return pack_each_by_halves<kMost>([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor);
 }
 
 // ---------------------------------------------------------------------------------------------- codes at random
@@ -183,13 +188,13 @@ struct PlaneScales {
 };
 
 struct EasyScale {
-  uint32_t code;
+  uint16_t code;
   float factor;
   uint32_t largest;  // the bits of what the factor makes of amax
 
   __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
-      : code(encode_fp8<E4M3>(amax * scales.encode)),
-        factor(scales.factor[code & 0x7Fu]),  // a tensor's amax below zero makes codes above; all factors are NaN then
+      : code(static_cast<uint16_t>(convert_fp8x2<E4M3>(amax * scales.encode, 0.0f))),
+        factor(scales.factor[place(code)]),
         largest(bits_of(amax * factor)) {}
 
   // Whether pack_by_halves can be used, for ties up to `most`. As integers, NaN and all that is below zero are past the
@@ -197,6 +202,15 @@ struct EasyScale {
   __device__ __forceinline__ bool is_easy(Ties most) const {
     if (most == Ties::kNone) return largest < bits_of(CodeHalves::kLimit);
     return (largest & kAbsMask) < bits_of(CodeHalves::kLimit) && (most == Ties::kAll || ties_of(factor) != Ties::kAll);
+  }
+
+ private:
+  // A tensor's amax below zero makes codes from 128 on; all factors are NaN then. (Of an AND that it knew, the compiler
+  // would make a shift, an AND and an addition.)
+  static __device__ __forceinline__ uint32_t place(uint32_t code) {
+    uint32_t at;
+    asm("and.b32 %0, %1, 0x7F;" : "=r"(at) : "r"(code));
+    return at;
   }
 };
 

@@ -2,14 +2,14 @@
 // signs. The same bytes as nvfp4_kernel.cuh makes of any tile, in fewer instructions, and in loops: all of a tile's
 // work in one piece does not fit the cache of instructions.
 //
-// A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of two
-// columns at a time. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
+// A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of one
+// column after another. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
 //
 // What these kernels wait for is instructions, those of logic and shifts above all, and the number of their requests to
 // L2, not the bytes. Hence the multiplications where shifts would do, and blocks that take two tiles, one below the
 // other, whose column scales are written together. (More tiles a block are slower: all blocks come to write at the same
 // time, and lines of scales leave L2 before their neighbours have added theirs. So are clusters that put their scales
-// together. And so are more, smaller boxes.)
+// together, and more, smaller boxes.) What few tiles need comes after the loops that all take, so that these are short.
 #pragma once
 
 #include "amax.cuh"
@@ -69,16 +69,30 @@ __device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], uin
   return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale};
 }
 
-// Whether it could be done.
-__device__ __forceinline__ bool pack_easy_column(const uint32_t (&pair)[8], const EasyScale& scale, ColumnCodes& to) {
-  const auto pack = [&](const auto& eight) {
-    to = ColumnCodes{make_uint2(eight(pair, scale.factor), eight(pair + 4, scale.factor)), scale.code};
-    return true;
+template <Ties kMost>
+struct TiesTag {
+  static constexpr Ties value = kMost;
+};
+
+// Of 16 bf16 values, value(i). Whether it could be done.
+template <typename Value>
+__device__ __forceinline__ bool pack_easy_column(const Value& value, const EasyScale& scale, uint2& codes) {
+  const auto pack = [&](auto most) {
+    const auto later = [&](int i) { return value(8 + i); };
+    codes = make_uint2(pack_each_by_halves<most.value>(value, scale.factor),
+                       pack_each_by_halves<most.value>(later, scale.factor));
   };
   const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
-  if (all_easy(Ties::kNone)) return pack(pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return pack(pack_by_halves<Ties::kOdd>);
-  return all_easy(Ties::kAll) && pack(pack_by_halves<Ties::kAll>);
+  if (all_easy(Ties::kNone)) {
+    pack(TiesTag<Ties::kNone>{});
+  } else if (all_easy(Ties::kOdd)) {
+    pack(TiesTag<Ties::kOdd>{});
+  } else if (all_easy(Ties::kAll)) {
+    pack(TiesTag<Ties::kAll>{});
+  } else {
+    return false;
+  }
+  return true;
 }
 
 // Column e of two that lie in words. square: its scale, where kSquares. draw(): random bytes, where kRandom.
@@ -95,31 +109,55 @@ __device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kB
     });
   }
   const EasyScale scale = kCodes == Codes::kSquares ? square : EasyScale(float_of(max_of_column(pair)), from);
-  ColumnCodes made;
-  return pack_easy_column(pair, scale, made) ? made : pack_hard_column(pair, scale.code, from.global);
+  const auto value = [&](int i) { return Words<bf16_t>::element(pair[i / 2], i % 2); };
+  uint2 codes;
+  if (pack_easy_column(value, scale, codes)) return ColumnCodes{codes, scale.code};
+  return pack_hard_column(pair, scale.code, from.global);
 }
 
-// The same, transformed. The transform ends with a product with 1/4, which commutes with the rounding to bf16 unless
-// numbers are very large or very small, so that scales take it over.
-template <Codes kCodes, typename Draw>
-__device__ __forceinline__ ColumnCodes transformed_column(const uint32_t (&word)[kBlock], int e,
-                                                          const PlaneScales& from, const Draw& draw) {
+// ---------------------------------------------------------------------------------------------- transformed columns
+// Column e of two that lie in words, transformed, but for the product with 1/4 at the end. That commutes with the
+// rounding to bf16 unless numbers are very large or very small, so that scales take it over.
+struct TransformedColumn {
   float v[kBlock];
+  float largest;  // magnitude, of what is rounded
+
+  __device__ __forceinline__ TransformedColumn(const uint32_t (&word)[kBlock], int e) {
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
-  flip_standard(v);
-  butterfly16(v);
+    for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
+    flip_standard(v);
+    butterfly_stage<1>(v);
+    butterfly_stage<2>(v);
+    butterfly_stage<4>(v);
+    // Of the last stage's a + b and a - b, the larger magnitude is |a| + |b|; of two infinities, that is no NaN, which
+    // makes no difference: both are no easy scale.
+    uint32_t sums[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] = bits_of(fabsf(v[i]) + fabsf(v[i + 8]));
+    const uint32_t most = __vimax3_u32(__vimax3_u32(sums[0], sums[1], sums[2]), sums[3], sums[4]);
+    largest = rounded(float_of(max(__vimax3_u32(most, sums[5], sums[6]), sums[7])));
+    butterfly_stage<8>(v);
+  }
+  // To bf16, an instruction.
+  static __device__ __forceinline__ float rounded(float x) { return float_of(pack_bf16(0.0f, x)); }
+
+  // Of neighbours.
+  __device__ __forceinline__ void pairs(float factor, uint32_t (&to)[8]) const {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) to[k] = pack_bf16(v[2 * k] * factor, v[2 * k + 1] * factor);
+  }
+};
+
+__device__ __forceinline__ ColumnCodes pack_transformed_at_random(const TransformedColumn& column,
+                                                                  const PlaneScales& from, const Philox4& bytes) {
   uint32_t pair[8];
-#pragma unroll
-  for (int k = 0; k < 8; ++k) pair[k] = pack_bf16(v[2 * k], v[2 * k + 1]);
-  const auto quarter = [&](uint32_t(&to)[8]) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) to[k] = pack_bf16(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
-  };
-  if constexpr (kCodes == Codes::kRandom) return pack_column_at_random(pair, from, draw(), quarter);
-  ColumnCodes made;
-  if (pack_easy_column(pair, EasyScale(float_of(max_of_column(pair)), from), made)) return made;
-  quarter(pair);
+  column.pairs(1.0f, pair);
+  return pack_column_at_random(pair, from, bytes, [&](uint32_t(&to)[8]) { column.pairs(0.25f, to); });
+}
+
+__device__ __forceinline__ ColumnCodes pack_hard_transformed(const TransformedColumn& column, const PlaneScales& from) {
+  uint32_t pair[8];
+  column.pairs(0.25f, pair);
   return pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.global).code, from.global);
 }
 
@@ -166,7 +204,7 @@ struct TileOrder {
 
 // A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
 struct NvBoxes {
-  CUtensorMap in;         // 4 rows i of all patches: [4][kGroups][128 columns]
+  CUtensorMap in;         // of a tile: [16][kGroups][128 columns], row i of all patches first
   CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
 };
 
@@ -177,7 +215,7 @@ struct NvShared {
   alignas(8) uint8_t col_scales[NvTile<bf16_t>::kCols][NvTile<bf16_t>::kColScales];
   PlaneScales row;
   PlaneScales col;
-  Arrival rows[kBlock / NvWhole::kRowsAtOnce];
+  Arrival arrival;
 
   // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
   __device__ __forceinline__ uint2* codes_of(int lane, int group) {
@@ -187,12 +225,84 @@ struct NvShared {
 
 // All of a tile, by one thread.
 __device__ __forceinline__ void fetch_tile(NvShared& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
-  constexpr int kRows = NvWhole::kRowsAtOnce;
+  shared.arrival.expect(sizeof(shared.patch));
+  load_box(shared.patch, boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), 0, shared.arrival);
+}
+
+// The same place in shared memory, which the compiler does not know how to compute. If it did, it would do so again
+// wherever it is used.
+template <typename T>
+__device__ __forceinline__ T* computed_once(T* place) {
+  const unsigned address = __shfl_sync(kFullWarp, shared_address(place), static_cast<int>(threadIdx.x % 32u));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
+__device__ __forceinline__ bool computed_once(bool of_all) { return __shfl_sync(kFullWarp, of_all ? 1 : 0, 0) != 0; }
+
+// Where a thread finds the words of two columns, and where their codes and scales go.
+struct TwoColumns {
+  const uint32_t* words;
+  uint2* codes;
+  uint8_t* scales;
+
+  __device__ __forceinline__ void load(uint32_t (&word)[kBlock]) const {
 #pragma unroll
-  for (int i = 0; i < kBlock; i += kRows) {
-    Arrival& arrival = shared.rows[i / kRows];
-    arrival.expect(sizeof(shared.patch[0]) * kRows);
-    load_box(shared.patch[i], boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), i, arrival);
+    for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
+  }
+  // Of the first or the second one.
+  __device__ __forceinline__ void store(unsigned e, const ColumnCodes& made) const {
+    codes[e * (NvConfig::kLanes * NvConfig::kGroups)] = made.codes;
+    scales[e * NvTile<bf16_t>::kColScales] = static_cast<uint8_t>(made.scale);
+  }
+  // From the first two of a thread to two others.
+  __device__ __forceinline__ TwoColumns next(unsigned w) const {
+    return TwoColumns{words + w, codes + w * (2 * NvConfig::kLanes * NvConfig::kGroups),
+                      scales + w * (2 * NvTile<bf16_t>::kColScales)};
+  }
+};
+
+// All eight of a thread, two after two. square: their scale, where kSquares. draw(column): random bytes, where kRandom.
+template <bool kHadamard, Codes kCodes, typename Draw>
+__device__ __forceinline__ void write_columns(const TwoColumns& columns, const PlaneScales& from,
+                                              const EasyScale& square, const Draw& draw) {
+  // Each eight lanes have columns of their own, so that they meet every bank once.
+  const auto in_turn = [](unsigned turn) { return (turn + threadIdx.x / 8u) % 4u; };
+  uint32_t hard = 0u;  // those that are left for later
+  unsigned w = in_turn(0u);
+#pragma unroll 1
+  for (unsigned turn = 0; turn < 4u; ++turn, w = (w + 1u) % 4u) {
+    const TwoColumns two = columns.next(w);
+    uint32_t word[kBlock];
+    two.load(word);
+#pragma unroll
+    for (unsigned e = 0u; e < 2u; ++e) {
+      const auto draw_here = [&] { return draw(2u * w + e); };
+      if constexpr (!kHadamard) {
+        two.store(e, column_as_it_is<kCodes>(word, e, from, square, draw_here));
+      } else if constexpr (kCodes == Codes::kRandom) {
+        two.store(e, pack_transformed_at_random(TransformedColumn(word, e), from, draw_here()));
+      } else {
+        const TransformedColumn column(word, e);
+        const EasyScale scale(column.largest, from);
+        const auto value = [&](int i) { return TransformedColumn::rounded(column.v[i]); };
+        uint2 codes;
+        if (pack_easy_column(value, scale, codes)) {
+          two.store(e, ColumnCodes{codes, scale.code});
+        } else {
+          hard |= 1u << (2u * turn + e);
+        }
+      }
+    }
+  }
+#pragma unroll 1
+  for (; hard != 0u; hard &= hard - 1u) {
+    const unsigned which = static_cast<unsigned>(__ffs(static_cast<int>(hard))) - 1u;
+    const TwoColumns two = columns.next(in_turn(which / 2u));
+    uint32_t word[kBlock];
+    two.load(word);
+#pragma unroll
+    for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
+    two.store(which % 2u, pack_hard_transformed(TransformedColumn(word, 1), from));
   }
 }
 
@@ -238,13 +348,12 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   int64_t first = tile_row + group * kBlock;
   const bool asks = threadIdx.x == 64u;  // of a warp that fills no table
   if (asks) {
-#pragma unroll
-    for (Arrival& arrival : shared.rows) arrival.init();
+    shared.arrival.init();
     if (written) wait_for_kernel_before();
     fetch_tile(shared, boxes, tile_row, tile_col);
   }
-  const bool with_rows = row.data.data != nullptr;
-  const bool with_columns = (!From::kMade && !kRandom) || col.data.data != nullptr;
+  const bool with_rows = computed_once(row.data.data != nullptr);
+  const bool with_columns = (!From::kMade && !kRandom) || computed_once(col.data.data != nullptr);
   // What a warp finds of the parts is the whole, which the first block keeps.
   const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
     wait_for_kernel_before();
@@ -261,69 +370,66 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   if (kRandom) dice.fill(rng);
   from.prepare(for_making, tile_col);
   __syncthreads();
-  uint2* const codes = shared.codes_of(lane, group);
-  uint8_t* const scales = &shared.col_scales[lane * kCols][group];
+  const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
+                           computed_once(shared.codes_of(lane, group)),
+                           computed_once(&shared.col_scales[lane * kCols][group])};
+  const PlaneScales& of_row = *computed_once(&shared.row);
+  const PlaneScales& of_col = *computed_once(&shared.col);
   uint2 now = make_uint2(0u, 0u);
   uint2 before = now;
 #pragma unroll 1
   for (unsigned left = count;;) {
     uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
-    uint8_t* row_scales = &shared.row_scales[group * kBlock][lane / 2];
+    uint8_t* row_scales = &shared.row_scales[group * kBlock + (kSquares ? 0 : lane % 2 * 2)][lane / 2];
     uint4* mine = &shared.patch[0][line];
     uint32_t square = 0u;
-    if (kSquares) {
-#pragma unroll
-      for (Arrival& arrival : shared.rows) arrival.wait(count - left);
-      square = max_of_square(mine);
-    }
-    const EasyScale of_rows(float_of(square), shared.row);
-    const EasyScale of_columns(float_of(square), shared.col);
+    shared.arrival.wait(count - left);
+    if (kSquares) square = max_of_square(mine);
+    const EasyScale of_rows(float_of(square), of_row);
+    const EasyScale of_columns(float_of(square), of_col);
     if (kSquares && with_rows) {
 #pragma unroll
       for (int i = 0; i < kBlock; i += 2) {
         row_scales[(i + lane % 2) * Tile::kRowScales] = static_cast<uint8_t>(of_rows.code);
       }
     }
+    const auto draw_of_rows = [&](int step) {
+      return [&, step](bool odd) {
+        const int64_t blocks = row.data.cols / (kBlock / 2);
+        const int64_t line = first + step * NvWhole::kRowsAtOnce;
+        return RowBytes(dice, line * blocks + tile_col / kBlock + lane / 2, blocks, odd);
+      };
+    };
+    uint32_t hard_rows = 0u;  // that are left for later
 #pragma unroll 1
     for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
-      if (!kSquares) shared.rows[step].wait(count - left);
       if (!From::kMade && !with_rows) continue;
       FourRows rows;
       from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
       if (kSquares) {
-        write_four_rows(rows, of_rows, shared.row.global, to, row.data.cols);
-      } else if (with_rows) {
-        write_four_rows<kRandom>(rows, shared.row, to, row.data.cols, row_scales, [&](bool odd) {
-          const int64_t blocks = row.data.cols / (kBlock / 2);
-          const int64_t line = first + step * NvWhole::kRowsAtOnce;
-          return RowBytes(dice, line * blocks + tile_col / kBlock + lane / 2, blocks, odd);
-        });
+        write_four_rows(rows, of_rows, of_row.global, to, row.data.cols);
+      } else if (with_rows &&
+                 !write_four_rows<kRandom>(rows, of_row, to, row.data.cols, row_scales, draw_of_rows(step))) {
+        hard_rows |= 1u << step;
+        if (From::kMade && !with_columns) rows.store(mine);
       }
       mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
       to += NvWhole::kRowsAtOnce * row.data.cols;
       row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
     }
 #pragma unroll 1
-    for (unsigned turn = 0; with_columns && turn < 4u; ++turn) {
-      // Each eight lanes have columns of their own, so that they meet every bank once.
-      const unsigned w = (turn + threadIdx.x / 8u) % 4u;
-      const auto* words = reinterpret_cast<const uint32_t*>(&shared.patch[0][line]) + w;
-      uint32_t word[kBlock];
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
-#pragma unroll
-      for (unsigned e = 0u; e < 2u; ++e) {
-        const auto draw = [&] {
-          const int64_t blocks = col.data.cols / (kBlock / 2);
-          const int64_t line = tile_col + lane * kCols + 2u * w + e;
-          return dice.draw(line * blocks + first / kBlock, true);
-        };
-        const ColumnCodes made = kHadamard ? transformed_column<kCodes>(word, e, shared.col, draw)
-                                           : column_as_it_is<kCodes>(word, e, shared.col, of_columns, draw);
-        codes[(2u * w + e) * (NvConfig::kLanes * NvConfig::kGroups)] = made.codes;
-        scales[(2u * w + e) * Tile::kColScales] = static_cast<uint8_t>(made.scale);
-      }
+    for (; !kSquares && hard_rows != 0u; hard_rows &= hard_rows - 1u) {
+      const int step = __ffs(static_cast<int>(hard_rows)) - 1;
+      FourRows rows;
+      rows.load(&shared.patch[step * NvWhole::kRowsAtOnce][line]);
+      to = row.data.data + (first + step * NvWhole::kRowsAtOnce) * row.data.cols + (tile_col + lane * kCols) / 2;
+      write_four_hard_rows<kRandom>(rows, of_row, to, row.data.cols, draw_of_rows(step));
     }
+    const auto draw_of_column = [&](unsigned column) {
+      const int64_t blocks = col.data.cols / (kBlock / 2);
+      return dice.draw((tile_col + lane * kCols + column) * blocks + first / kBlock, true);
+    };
+    if (with_columns) write_columns<kHadamard, kCodes>(columns, of_col, of_columns, draw_of_column);
     --left;
     show_to_copies();
     __syncthreads();
@@ -365,7 +471,7 @@ NvBoxes boxes_of(const Input& x, const Planes& out) {
                        CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                        {cols, rows / kBlock, kBlock},
                        {kBlock * step, step},
-                       {kLanes * kCols, kGroups, NvWhole::kRowsAtOnce},
+                       {kLanes * kCols, kGroups, kBlock},
                        BoxPlaces::kPlain};
   const BoxedMatrix codes{out.col_data,
                           CU_TENSOR_MAP_DATA_TYPE_UINT8,
