@@ -162,6 +162,15 @@ __device__ __forceinline__ void flip_standard(float (&v)[kBlock]) {
   for (int i = 0; i < kBlock; ++i) v[i] = ((kHadamardSigns >> i) & 1u) != 0 ? -v[i] : v[i];
 }
 
+// butterfly16 but for its last stage, and the larger magnitudes behind that: of a + b and a - b, |a| + |b|.
+__device__ __forceinline__ void butterfly_but_last(float (&v)[kBlock], uint32_t (&larger)[kBlock / 2]) {
+  butterfly_stage<1>(v);
+  butterfly_stage<2>(v);
+  butterfly_stage<4>(v);
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) larger[i] = bits_of(fabsf(v[i]) + fabsf(v[i + kBlock / 2]));
+}
+
 // Where the transform was asked for with other signs than the standard ones.
 template <typename T, int kWords>
 __device__ __forceinline__ void flip_rows(NvPatch<T, kWords>& patch, uint32_t flips) {

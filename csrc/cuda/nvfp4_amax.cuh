@@ -16,16 +16,10 @@ void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float*
 namespace {
 
 // max|transform| of 16 values whose signs are right, before the product with 0.25 and the rounding to bf16, which keep
-// the order of magnitudes. The last stage's a + b and a - b: the larger magnitude of the two is |a| + |b|.
+// the order of magnitudes.
 __device__ __forceinline__ uint32_t transformed_amax(float (&v)[kBlock], uint32_t largest) {
-  butterfly_stage<1>(v);
-  butterfly_stage<2>(v);
-  butterfly_stage<4>(v);
   uint32_t sum[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    sum[i] = bits_of(fabsf(v[i]) + fabsf(v[i + 8]));
-  }
+  butterfly_but_last(v, sum);
 #pragma unroll
   for (int i = 0; i < 8; i += 2) largest = __vimax3_u32(largest, sum[i], sum[i + 1]);
   // Two infinities: one of their sum and their difference is NaN.

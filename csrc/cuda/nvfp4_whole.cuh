@@ -14,152 +14,18 @@
 
 #include "amax.cuh"
 #include "boxes.cuh"
+#include "nvfp4_columns.cuh"
 #include "nvfp4_four_rows.cuh"
 
 namespace te_dist {
 namespace cuda {
 namespace {
 
-// How values become codes. kSquares: to the nearest, with scales of 16 x 16 blocks.
-enum class Codes { kNearest, kRandom, kSquares };
-
 struct NvWhole {
   static constexpr int kRowsAtOnce = FourRows::kRows;
   static constexpr int kBlocksPerSm = 5;
   static constexpr unsigned kTall = 2;  // tiles of most blocks
 };
-
-// ---------------------------------------------------------------------------------------------- column plane
-struct ColumnCodes {
-  uint2 codes;
-  uint32_t scale;
-};
-
-__device__ __forceinline__ uint32_t max_of_column(const uint32_t (&pair)[8]) {
-  const uint32_t half[2] = {larger_pair(pair[0], pair[1], pair[2], pair[3]),
-                            larger_pair(pair[4], pair[5], pair[6], pair[7])};
-  const uint32_t two = magnitudes(larger_pair(half[0], half[1]));
-  return max(low_float(two), high_float(two));
-}
-
-// Rounded at random. values: as they are, in case that they are not easy.
-template <typename Values>
-__device__ __forceinline__ ColumnCodes pack_column_at_random(const uint32_t (&pair)[8], const PlaneScales& from,
-                                                             const Philox4& bytes, const Values& values) {
-  const EasyScale scale(float_of(max_of_column(pair)), from);
-  if (__all_sync(kFullWarp, scale.is_easy(Ties::kNone))) {
-    return ColumnCodes{make_uint2(pack_at_random(pair, scale.factor, bytes.word[0], bytes.word[1]),
-                                  pack_at_random(pair + 4, scale.factor, bytes.word[2], bytes.word[3])),
-                       scale.code};
-  }
-  uint32_t plain[8];
-  values(plain);
-  const NvScale hard = make_scale(float_of(max_of_column(plain)), from.global);
-  const float factor = exact_factor(hard.code, from.global);
-  return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(plain, factor, bytes.word),
-                                pack_random<bf16_t, 8>(plain + 4, factor, bytes.word + 2)),
-                     hard.code};
-}
-
-// Values as they are, with what make_plain does to them where that is needed.
-__device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], uint32_t scale,
-                                                        const Nvfp4Global& global) {
-  float factor = exact_factor(scale, global);
-  make_plain(pair, factor);
-  return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale};
-}
-
-template <Ties kMost>
-struct TiesTag {
-  static constexpr Ties value = kMost;
-};
-
-// Of 16 bf16 values, value(i). Whether it could be done.
-template <typename Value>
-__device__ __forceinline__ bool pack_easy_column(const Value& value, const EasyScale& scale, uint2& codes) {
-  const auto pack = [&](auto most) {
-    const auto later = [&](int i) { return value(8 + i); };
-    codes = make_uint2(pack_each_by_halves<most.value>(value, scale.factor),
-                       pack_each_by_halves<most.value>(later, scale.factor));
-  };
-  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
-  if (all_easy(Ties::kNone)) {
-    pack(TiesTag<Ties::kNone>{});
-  } else if (all_easy(Ties::kOdd)) {
-    pack(TiesTag<Ties::kOdd>{});
-  } else if (all_easy(Ties::kAll)) {
-    pack(TiesTag<Ties::kAll>{});
-  } else {
-    return false;
-  }
-  return true;
-}
-
-// Column e of two that lie in words. square: its scale, where kSquares. draw(): random bytes, where kRandom.
-template <Codes kCodes, typename Draw>
-__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const PlaneScales& from,
-                                                       const EasyScale& square, const Draw& draw) {
-  uint32_t pair[8];
-#pragma unroll
-  for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
-  if constexpr (kCodes == Codes::kRandom) {
-    return pack_column_at_random(pair, from, draw(), [&](uint32_t(&to)[8]) {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) to[k] = pair[k];
-    });
-  }
-  const EasyScale scale = kCodes == Codes::kSquares ? square : EasyScale(float_of(max_of_column(pair)), from);
-  const auto value = [&](int i) { return Words<bf16_t>::element(pair[i / 2], i % 2); };
-  uint2 codes;
-  if (pack_easy_column(value, scale, codes)) return ColumnCodes{codes, scale.code};
-  return pack_hard_column(pair, scale.code, from.global);
-}
-
-// ---------------------------------------------------------------------------------------------- transformed columns
-// Column e of two that lie in words, transformed, but for the product with 1/4 at the end. That commutes with the
-// rounding to bf16 unless numbers are very large or very small, so that scales take it over.
-struct TransformedColumn {
-  float v[kBlock];
-  float largest;  // magnitude, of what is rounded
-
-  __device__ __forceinline__ TransformedColumn(const uint32_t (&word)[kBlock], int e) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
-    flip_standard(v);
-    butterfly_stage<1>(v);
-    butterfly_stage<2>(v);
-    butterfly_stage<4>(v);
-    // Of the last stage's a + b and a - b, the larger magnitude is |a| + |b|; of two infinities, that is no NaN, which
-    // makes no difference: both are no easy scale.
-    uint32_t sums[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] = bits_of(fabsf(v[i]) + fabsf(v[i + 8]));
-    const uint32_t most = __vimax3_u32(__vimax3_u32(sums[0], sums[1], sums[2]), sums[3], sums[4]);
-    largest = rounded(float_of(max(__vimax3_u32(most, sums[5], sums[6]), sums[7])));
-    butterfly_stage<8>(v);
-  }
-  // To bf16, an instruction.
-  static __device__ __forceinline__ float rounded(float x) { return float_of(pack_bf16(0.0f, x)); }
-
-  // Of neighbours.
-  __device__ __forceinline__ void pairs(float factor, uint32_t (&to)[8]) const {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) to[k] = pack_bf16(v[2 * k] * factor, v[2 * k + 1] * factor);
-  }
-};
-
-__device__ __forceinline__ ColumnCodes pack_transformed_at_random(const TransformedColumn& column,
-                                                                  const PlaneScales& from, const Philox4& bytes) {
-  uint32_t pair[8];
-  column.pairs(1.0f, pair);
-  return pack_column_at_random(pair, from, bytes, [&](uint32_t(&to)[8]) { column.pairs(0.25f, to); });
-}
-
-__device__ __forceinline__ ColumnCodes pack_hard_transformed(const TransformedColumn& column, const PlaneScales& from) {
-  uint32_t pair[8];
-  column.pairs(0.25f, pair);
-  return pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.global).code, from.global);
-}
 
 // ---------------------------------------------------------------------------------------------- squares
 // The largest magnitude of the 16 x 16 values that two neighbouring lanes have, as a float's bits.
@@ -238,73 +104,6 @@ __device__ __forceinline__ T* computed_once(T* place) {
 }
 
 __device__ __forceinline__ bool computed_once(bool of_all) { return __shfl_sync(kFullWarp, of_all ? 1 : 0, 0) != 0; }
-
-// Where a thread finds the words of two columns, and where their codes and scales go.
-struct TwoColumns {
-  const uint32_t* words;
-  uint2* codes;
-  uint8_t* scales;
-
-  __device__ __forceinline__ void load(uint32_t (&word)[kBlock]) const {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
-  }
-  // Of the first or the second one.
-  __device__ __forceinline__ void store(unsigned e, const ColumnCodes& made) const {
-    codes[e * (NvConfig::kLanes * NvConfig::kGroups)] = made.codes;
-    scales[e * NvTile<bf16_t>::kColScales] = static_cast<uint8_t>(made.scale);
-  }
-  // From the first two of a thread to two others.
-  __device__ __forceinline__ TwoColumns next(unsigned w) const {
-    return TwoColumns{words + w, codes + w * (2 * NvConfig::kLanes * NvConfig::kGroups),
-                      scales + w * (2 * NvTile<bf16_t>::kColScales)};
-  }
-};
-
-// All eight of a thread, two after two. square: their scale, where kSquares. draw(column): random bytes, where kRandom.
-template <bool kHadamard, Codes kCodes, typename Draw>
-__device__ __forceinline__ void write_columns(const TwoColumns& columns, const PlaneScales& from,
-                                              const EasyScale& square, const Draw& draw) {
-  // Each eight lanes have columns of their own, so that they meet every bank once.
-  const auto in_turn = [](unsigned turn) { return (turn + threadIdx.x / 8u) % 4u; };
-  uint32_t hard = 0u;  // those that are left for later
-  unsigned w = in_turn(0u);
-#pragma unroll 1
-  for (unsigned turn = 0; turn < 4u; ++turn, w = (w + 1u) % 4u) {
-    const TwoColumns two = columns.next(w);
-    uint32_t word[kBlock];
-    two.load(word);
-#pragma unroll
-    for (unsigned e = 0u; e < 2u; ++e) {
-      const auto draw_here = [&] { return draw(2u * w + e); };
-      if constexpr (!kHadamard) {
-        two.store(e, column_as_it_is<kCodes>(word, e, from, square, draw_here));
-      } else if constexpr (kCodes == Codes::kRandom) {
-        two.store(e, pack_transformed_at_random(TransformedColumn(word, e), from, draw_here()));
-      } else {
-        const TransformedColumn column(word, e);
-        const EasyScale scale(column.largest, from);
-        const auto value = [&](int i) { return TransformedColumn::rounded(column.v[i]); };
-        uint2 codes;
-        if (pack_easy_column(value, scale, codes)) {
-          two.store(e, ColumnCodes{codes, scale.code});
-        } else {
-          hard |= 1u << (2u * turn + e);
-        }
-      }
-    }
-  }
-#pragma unroll 1
-  for (; hard != 0u; hard &= hard - 1u) {
-    const unsigned which = static_cast<unsigned>(__ffs(static_cast<int>(hard))) - 1u;
-    const TwoColumns two = columns.next(in_turn(which / 2u));
-    uint32_t word[kBlock];
-    two.load(word);
-#pragma unroll
-    for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
-    two.store(which % 2u, pack_hard_transformed(TransformedColumn(word, 1), from));
-  }
-}
 
 // ---------------------------------------------------------------------------------------------- kernel
 // What boxes bring is the matrix. Others make it of that: see nvfp4_whole_norm.cu.
