@@ -105,9 +105,18 @@ def test_no_leak(rank_pools: Pools) -> None:
 
 
 def replays(rank: int, world: int) -> None:
-    """Recipes without amaxes: those go over the group's own backend, and gloo's host cannot be captured."""
+    """Recipes without amaxes: those go over the group's own backend, and gloo's host cannot be captured.
+
+    Outside of graphs, the last rank reads late: a replay must not publish before that."""
     torch.cuda.set_device(0)
     m, k, n = sizes(world)
+    link: Any = link_for(tp_mesh(world, "cuda").get_group().group_name, torch.device(DEVICE))
+    meet = link.workspace.barrier
+
+    def meet_and_sleep() -> None:
+        meet()
+        torch.cuda._sleep(2_000_000)  # about a millisecond
+
     wrong: list[str] = []
     for mode in ("column", "row"):
         for recipe in ("none", "block"):
@@ -132,6 +141,7 @@ def replays(rank: int, world: int) -> None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 made = run()
+            link.workspace.barrier = meet_and_sleep if rank == world - 1 else meet
             for seed in (5, 6, 7):
                 with torch.no_grad():
                     x.copy_(sample(*x.shape, "cuda", 10 * seed + rank))
@@ -145,6 +155,7 @@ def replays(rank: int, world: int) -> None:
                     f"{mode} {recipe} {seed}", dict(zip(names, got, strict=True)),
                     {name: t.detach() for name, t in zip(names, expected, strict=True)}, set(names), SUMMED,
                 )  # fmt: skip
+            link.workspace.barrier = meet
     assert not wrong, "\n".join(wrong)
 
 

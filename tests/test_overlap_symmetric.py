@@ -67,6 +67,38 @@ class ThreadLane:
         return False
 
 
+class GraphLane(ThreadLane):
+    """A lane of which a graph can be made, whose replays run where products do, in the caller's thread."""
+
+    def __init__(self, seed: int, delay: float) -> None:
+        super().__init__(seed, delay)
+        self.graph: list[Callable[[], Any]] | None = None
+
+    def capture(self, begin: Callable[[], Any]) -> Callable[[], None]:
+        self.graph = graph = []
+        begin()
+        self.graph = None
+
+        def replay() -> None:
+            for work in graph:
+                work()
+
+        return replay
+
+    def run(self, work: Callable[[], Any]) -> None:
+        super().run(work) if self.graph is None else self.graph.append(work)
+
+    def mark(self) -> threading.Event:
+        return super().mark() if self.graph is None else threading.Event()
+
+    def wait(self, mark: threading.Event) -> None:
+        if self.graph is None:
+            super().wait(mark)
+
+    def is_captured(self) -> bool:
+        return self.graph is not None
+
+
 class Machine:
     """What torch and the driver do for the ranks of one group."""
 
@@ -130,13 +162,14 @@ def run_ranks(
     job: Callable[[SymmetricLink, random.Random], None],
     delay: float,
     first_delay: float | None = None,
+    lane_type: type[ThreadLane] = ThreadLane,
 ) -> None:
     """`delay`: the longest before anything on a lane; `first_delay`: on that of rank 0."""
     failures: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         machine.here.rank = rank
-        lane = ThreadLane(rank, delay if rank or first_delay is None else first_delay)
+        lane = lane_type(rank, delay if rank or first_delay is None else first_delay)
         try:
             job(SymmetricLink("threads", DEVICE, lane), random.Random(100 + rank))
         except BaseException as error:
@@ -253,6 +286,33 @@ def test_a_capture_cannot_grow_it(machine: Any) -> None:
             link.gather([torch.ones(4)], [torch.ones(2, 4)], "")
 
     run_ranks(machine(2), job, 0)
+
+
+@pytest.mark.parametrize("reduction", [False, True])
+def test_replays_between_other_exchanges(machine: Any, reduction: bool) -> None:
+    """A replay is not on the lane, and must not publish where others still read what came before it."""
+
+    def job(link: SymmetricLink, random: random.Random) -> None:
+        lane: Any = link.lane
+        part, places = torch.empty(4), [torch.empty(2, 4)]
+        link.prepare()
+        replay = lane.capture(lambda: link.gather([part], places, "").finish())
+        other = 1 - link.rank
+        for turn in range(20):
+            received = torch.full((2, 4), float("nan"))
+            mine = value(link.rank, turn, (4,), torch.float32)
+            if reduction:
+                rounds = link.rounds(mine, 1, "")
+                rounds.start({1: mine}, {1: received[other]})
+                rounds.finish()
+            else:
+                link.gather([mine], [received], "").finish()
+            part.copy_(value(link.rank, turn + 100, (4,), torch.float32))
+            replay()
+            assert torch.equal(received[other], value(other, turn, (4,), torch.float32)), turn
+            assert torch.equal(places[0][other], value(other, turn + 100, (4,), torch.float32)), turn
+
+    run_ranks(machine(2), job, 0.005, first_delay=0.0, lane_type=GraphLane)
 
 
 def test_the_race_would_be_seen(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

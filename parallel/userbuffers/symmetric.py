@@ -142,6 +142,14 @@ class SymmetricLink:
         self.rank, self.size = int(process_group.rank()), int(process_group.size())
         self.lane = StreamLane(device) if lane is None else lane
         self.workspace = Workspace(group, device, self.lane)
+        self._in_graphs = False
+
+    def closes(self) -> bool:
+        """Whether products wait for the last barrier of an exchange. It concerns the next one, which follows on the
+        lane; but a graph must end with all that it has begun. Nor are replays on the lane: once there is a graph, what
+        runs outside of it must be over before products go on, or a replay would publish where others still read."""
+        self._in_graphs = self._in_graphs or self.lane.is_captured()
+        return self._in_graphs
 
     def prepare(self) -> None:
         """Have a workspace, so that what can fail has failed. All ranks call this."""
@@ -187,7 +195,7 @@ class SymmetricLink:
             lane.run(lambda source=source: pull(source))  # type: ignore[misc]
             arrived[source] = lane.mark()
         lane.run(self.workspace.barrier)
-        return SymmetricGathering(lane, arrived, lane.mark(), (parts, places))
+        return SymmetricGathering(self, arrived, lane.mark(), (parts, places))
 
     def rounds(self, part: Tensor, sends: int, payload: str) -> SymmetricRounds:
         begin_reduction(resolve_group(self.group, "tp_group"), part, sends, payload)
@@ -195,17 +203,16 @@ class SymmetricLink:
 
 
 class SymmetricGathering:
-    def __init__(self, lane: Lane, arrived: dict[int, Any], closed: Any, kept: Any) -> None:
-        self._lane, self._arrived, self._closed = lane, arrived, closed
+    def __init__(self, link: SymmetricLink, arrived: dict[int, Any], closed: Any, kept: Any) -> None:
+        self._link, self._arrived, self._closed = link, arrived, closed
         self._kept = kept  # the lane reads and writes them: nobody may reuse their memory before products wait for it
         self._last = list(arrived.values())[-1]
 
     def wait(self, source: int) -> None:
-        self._lane.wait(self._arrived[source])
+        self._link.lane.wait(self._arrived[source])
 
     def finish(self) -> None:
-        # The last barrier concerns the next exchange, which is on the same lane; but a graph must end with it.
-        self._lane.wait(self._closed if self._lane.is_captured() else self._last)
+        self._link.lane.wait(self._closed if self._link.closes() else self._last)
         self._kept = None
 
     def __del__(self) -> None:
@@ -258,7 +265,7 @@ class SymmetricRounds:
     def finish(self) -> None:
         if self._closed is None:
             raise AssertionError(f"only {self._used} of {self._sends} parts were sent")
-        self._link.lane.wait(self._closed if self._link.lane.is_captured() else self._arrived[-1])
+        self._link.lane.wait(self._closed if self._link.closes() else self._arrived[-1])
         self._kept.clear()
 
     def __del__(self) -> None:
