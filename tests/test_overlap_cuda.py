@@ -115,7 +115,7 @@ def replays(rank: int, world: int) -> None:
 
     def meet_and_sleep() -> None:
         meet()
-        torch.cuda._sleep(2_000_000)  # about a millisecond
+        torch.cuda._sleep(40_000_000)  # longer than the others need to replay
 
     wrong: list[str] = []
     for mode in ("column", "row"):
