@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -125,29 +124,44 @@ def test_nvfp4_codes_by_halves() -> None:
     assert downwards.sum() == 4
 
 
-# Which bits of a number are multiplied, and by what; how many fp16 steps below the seven ties are raised to them.
-RAISED = {"odd": (0x200, 2.0**-9, (0, 1, 0, 1, 0, 1, 0)), "all": (0xE00, 2.0**-10, (0, 1, 1, 2, 1, 2, 1))}
+ONE = torch.tensor(1.0)
 
 
-@pytest.mark.parametrize("which", RAISED)
-def test_nvfp4_codes_where_ties_go_down(which: str) -> None:
-    """The same, of values that are made a little smaller, and raised where the code below is odd, or where it is not 0.
-    The kernel's condition for that: wrong are those that come to lie between a tie and the steps below it and should go
-    down, and those that fall below a tie and should not."""
-    mask, share, steps = RAISED[which]
+def codes_of_raised(values: Tensor, share: float, factor: Tensor = ONE) -> Tensor:
+    """Of values times a factor that is made smaller by a share, whose numbers are raised by 2^-10 of themselves."""
+    number = bits_as_halves(values * (factor * torch.tensor(1 - share))).short().view(torch.half).double()
+    return ((number * (1 + 2.0**-10)).half().view(torch.int16).int() + 256) // 512
+
+
+def test_nvfp4_codes_where_ties_go_down() -> None:
+    """The same, raised: by the first share all ties are right, and what is wrong is next to one; by the second, 0.25
+    and those that go up."""
     values = values_around_codes()
-    smaller = values * torch.tensor(1 - 2.0**-21)
-    bits = bits_as_halves(smaller)
-    number, part = (b.short().view(torch.half).double() for b in (bits, bits & mask))
-    raised = (number + part * share).half().view(torch.int16).int()
-    wrong = torch.zeros_like(values, dtype=torch.bool)
-    for below, tie in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        goes_up = (values > tie) if below % 2 == 0 else (values >= tie)
-        step = 2.0**-10 * max(1, 2 ** int(math.log2(tie)))
-        wrong |= goes_up != (smaller.double() >= tie - steps[below] * step)
-    right = (raised + 256) // 512 == reference.encode_e2m1(values).int()
-    assert torch.equal(right, ~wrong)
-    assert right.sum() > 100_000 and wrong.sum() > 1000
+    expected = reference.encode_e2m1(values).int()
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    wrong = codes_of_raised(values, 2.0**-10) != expected
+    assert not wrong[torch.isin(values, ties)].any()
+    assert ((values[wrong][:, None] / ties - 1).abs().amin(1) < 2.0**-9).all()
+    assert 0 < wrong.sum() < 50_000
+    second = torch.tensor([0.25, 0.75, 1.75, 3.5])
+    assert torch.equal(codes_of_raised(second, 2.0**-12), reference.encode_e2m1(second).int())
+
+
+def test_nvfp4_ties_need_no_long_way() -> None:
+    """Under every bf16 amax one of both shares is right for every block that can meet a tie that goes down: for the
+    values of its scale next to ties, which are the kernel's condition."""
+    mantissas = 1 + torch.arange(128) / 128
+    decode = reference.nvfp4_global(mantissas)[1][:, None] * (1 + torch.arange(8) / 8)  # [amax, scale]
+    exact = 1 / decode
+    every = (mantissas * 2.0 ** torch.arange(-30, 31)[:, None]).flatten()
+    met = 0
+    for factor in exact.flatten():
+        values = every[(every * factor > 0.1) & (every * factor < 6.9)]
+        expected = reference.encode_e2m1(values * factor).int()
+        if not torch.equal((bits_as_halves(values * factor) + 256) // 512, expected):
+            met += 1
+            assert any(torch.equal(codes_of_raised(values, share, factor), expected) for share in (2.0**-10, 2.0**-12))
+    assert met == 95
 
 
 def test_nvfp4_codes_at_random() -> None:

@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     scales.fill(amax, false);
   }
   const auto quantize = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
+    const HeldScales held(scales);
     uint8_t* to = plane.data.data + (tile.row + patch_row) * plane.data.cols + (tile.col + patch_col) / 2;
 #pragma unroll
     for (int first = 0; first < TileConfig::kPatch; first += FourRows::kRows) {
@@ -38,9 +39,12 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
       }
       const auto none = [](bool) {};
       uint8_t* const there = to + first * plane.data.cols;
-      if (!write_four_rows<false>(rows, scales, there, plane.data.cols,
-                                  &of_blocks[patch_row + first + line % 2 * 2][line % 16 / 2], none)) {
-        write_four_hard_rows<false>(rows, scales, there, plane.data.cols, none);
+      const auto write = [&](auto raised) {
+        return write_four_rows<false, raised.value>(rows, held, there, plane.data.cols,
+                                                    &of_blocks[patch_row + first + line % 2 * 2][line % 16 / 2], none);
+      };
+      if (!__all_sync(kFullWarp, scales.raises ? write(std::true_type{}) : write(std::false_type{}))) {
+        write_four_hard_rows<false>(rows, held, there, plane.data.cols, none);
       }
     }
     __syncthreads();

@@ -103,7 +103,7 @@ __device__ __forceinline__ uint32_t pack_hard_eight(const uint32_t (&from)[4], f
 // Of four rows, in the two threads that have their blocks. Each makes the scales of two of them.
 class ScalesOfFour {
  public:
-  __device__ __forceinline__ ScalesOfFour(const FourRows& rows, const PlaneScales& from)
+  __device__ __forceinline__ ScalesOfFour(const FourRows& rows, const HeldScales& from)
       : maxima_(rows.maxima(is_odd())), mine_{{low(), from}, {high(), from}} {}
 
   static __device__ __forceinline__ bool is_odd() { return threadIdx.x % 2 != 0; }
@@ -113,9 +113,7 @@ class ScalesOfFour {
     to[0] = static_cast<uint8_t>(mine_[0].code);
     to[NvTile<bf16_t>::kRowScales] = static_cast<uint8_t>(mine_[1].code);
   }
-  __device__ __forceinline__ bool all_easy(Ties most) const {
-    return __all_sync(kFullWarp, mine_[0].is_easy(most) && mine_[1].is_easy(most));
-  }
+  __device__ __forceinline__ bool are_easy() const { return mine_[0].is_easy() && mine_[1].is_easy(); }
 
   // pack(i, factor), of row i, to `to` and pitch bytes on.
   template <typename Pack>
@@ -147,52 +145,41 @@ class ScalesOfFour {
   EasyScale mine_[2];
 };
 
-// Codes of four rows, to `to` and pitch bytes on. scales: ScalesOfFour::write's. draw(odd): RowBytes, where kRandom.
-// False: their codes are left to write_four_hard_rows.
-template <bool kRandom, typename Draw>
-__device__ __forceinline__ bool write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
+// Codes of four rows, to `to` and pitch bytes on. kRaised: from.plane.raises. scales: ScalesOfFour::write's. draw(odd):
+// RowBytes, where kRandom. False, in any lane: the warp's codes are wrong, and write_four_hard_rows is to write others.
+template <bool kRandom, bool kRaised, typename Draw>
+__device__ __forceinline__ bool write_four_rows(const FourRows& rows, const HeldScales& from, uint8_t* to,
                                                 int64_t pitch, uint8_t* scales, const Draw& draw) {
   const ScalesOfFour of(rows, from);
   of.write(scales);
   if constexpr (kRandom) {
-    if (!of.all_easy(Ties::kNone)) return false;
     const auto bytes = draw(ScalesOfFour::is_odd());
     of.write_codes(to, pitch, [&](int i, float factor) {
       return pack_at_random(rows.word[i], factor, bytes.word(i, 0), bytes.word(i, 1));
     });
-    return true;
-  }
-  const auto write = [&](const auto& pack) {
-    of.write_codes(to, pitch, [&](int i, float factor) { return pack(rows.word[i], factor); });
-  };
-  if (of.all_easy(Ties::kNone)) {
-    write(pack_by_halves<Ties::kNone>);
-  } else if (of.all_easy(Ties::kOdd)) {
-    write(pack_by_halves<Ties::kOdd>);
-  } else if (of.all_easy(Ties::kAll)) {
-    write(pack_by_halves<Ties::kAll>);
   } else {
-    return false;
+    of.write_codes(to, pitch, [&](int i, float factor) { return pack_by_halves<kRaised>(rows.word[i], factor); });
   }
-  return true;
+  return of.are_easy();
 }
 
 template <bool kRandom, typename Draw>
-__device__ __forceinline__ void write_four_hard_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
+__device__ __forceinline__ void write_four_hard_rows(const FourRows& rows, const HeldScales& from, uint8_t* to,
                                                      int64_t pitch, const Draw& draw) {
   const ScalesOfFour of(rows, from);
   if constexpr (kRandom) {
     const auto bytes = draw(ScalesOfFour::is_odd());
-    return of.write_hard_codes(from.global, to, pitch, [&](int i, float factor) {
+    return of.write_hard_codes(from.plane.global, to, pitch, [&](int i, float factor) {
       const uint32_t words[2] = {bytes.word(i, 0), bytes.word(i, 1)};
       return pack_random<bf16_t, 8>(rows.word[i], factor, words);
     });
   }
-  of.write_hard_codes(from.global, to, pitch,
+  of.write_hard_codes(from.plane.global, to, pitch,
                       [&](int i, float factor) { return pack_hard_eight(rows.word[i], factor); });
 }
 
 // Codes of rows that all have one scale, which is written already.
+template <bool kRaised>
 __device__ __forceinline__ void write_four_rows(const FourRows& rows, const EasyScale& scale, const Nvfp4Global& global,
                                                 uint8_t* to, int64_t pitch) {
   const auto write = [&](float factor, const auto& pack) {
@@ -201,10 +188,7 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Easy
       store_bulk(reinterpret_cast<uint32_t*>(to + i * pitch), pack(rows.word[i], factor));
     }
   };
-  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
-  if (all_easy(Ties::kNone)) return write(scale.factor, pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return write(scale.factor, pack_by_halves<Ties::kOdd>);
-  if (all_easy(Ties::kAll)) return write(scale.factor, pack_by_halves<Ties::kAll>);
+  if (__all_sync(kFullWarp, scale.is_easy())) return write(scale.factor, pack_by_halves<kRaised>);
   write(exact_factor(scale.code, global), pack_hard_eight);
 }
 

@@ -105,6 +105,19 @@ __device__ __forceinline__ T* computed_once(T* place) {
 
 __device__ __forceinline__ bool computed_once(bool of_all) { return __shfl_sync(kFullWarp, of_all ? 1 : 0, 0) != 0; }
 
+// body(raised): std::bool_constant, from.raises, by a vote, so that the compiler knows that it is the same for all lanes.
+// It is a plane's: all tiles run one of two loops, and not both.
+template <bool kRandom, typename Body>
+__device__ __forceinline__ void with_raises(const PlaneScales& from, const Body& body) {
+  if constexpr (kRandom) {
+    body(std::false_type{});
+  } else if (__any_sync(kFullWarp, from.raises)) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- kernel
 // What boxes bring is the matrix. Others make it of that: see nvfp4_whole_norm.cu.
 struct AsItIs {
@@ -172,8 +185,8 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
-  const PlaneScales& of_row = *computed_once(&shared.row);
-  const PlaneScales& of_col = *computed_once(&shared.col);
+  const HeldScales of_row(*computed_once(&shared.row));
+  const HeldScales of_col(*computed_once(&shared.col));
   uint2 now = make_uint2(0u, 0u);
   uint2 before = now;
 #pragma unroll 1
@@ -199,23 +212,27 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
         return RowBytes(dice, line * blocks + tile_col / kBlock + lane / 2, blocks, odd);
       };
     };
-    uint32_t hard_rows = 0u;  // that are left for later
+    uint32_t hard_rows = 0u;  // whose codes are wrong: they are written again
+    const auto write_rows = [&](auto raised) {
 #pragma unroll 1
-    for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
-      if (!From::kMade && !with_rows) continue;
-      FourRows rows;
-      from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
-      if (kSquares) {
-        write_four_rows(rows, of_rows, of_row.global, to, row.data.cols);
-      } else if (with_rows &&
-                 !write_four_rows<kRandom>(rows, of_row, to, row.data.cols, row_scales, draw_of_rows(step))) {
-        hard_rows |= 1u << step;
-        if (From::kMade && !with_columns) rows.store(mine);
+      for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
+        FourRows rows;
+        from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
+        if constexpr (kSquares) {
+          write_four_rows<raised.value>(rows, of_rows, of_row.plane.global, to, row.data.cols);
+        } else if (with_rows) {
+          const bool easy = write_four_rows<kRandom, raised.value>(rows, of_row, to, row.data.cols, row_scales,
+                                                                   draw_of_rows(step));
+          if (!easy) hard_rows += 1u << step;
+          if (From::kMade && !with_columns && !__all_sync(kFullWarp, easy)) rows.store(mine);
+        }
+        mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
+        to += NvWhole::kRowsAtOnce * row.data.cols;
+        row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
       }
-      mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
-      to += NvWhole::kRowsAtOnce * row.data.cols;
-      row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
-    }
+    };
+    if (From::kMade || with_rows) with_raises<kRandom>(of_row.plane, write_rows);
+    if (!kSquares) hard_rows = __reduce_or_sync(kFullWarp, hard_rows);
 #pragma unroll 1
     for (; !kSquares && hard_rows != 0u; hard_rows &= hard_rows - 1u) {
       const int step = __ffs(static_cast<int>(hard_rows)) - 1;
@@ -228,7 +245,11 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       const int64_t blocks = col.data.cols / (kBlock / 2);
       return dice.draw((tile_col + lane * kCols + column) * blocks + first / kBlock, true);
     };
-    if (with_columns) write_columns<kHadamard, kCodes>(columns, of_col, of_columns, draw_of_column);
+    if (with_columns) {
+      with_raises<kRandom>(of_col.plane, [&](auto raised) {
+        write_columns<kHadamard, kCodes, raised.value>(columns, of_col, of_columns, draw_of_column);
+      });
+    }
     --left;
     show_to_copies();
     __syncthreads();
