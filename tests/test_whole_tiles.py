@@ -165,23 +165,22 @@ def test_nvfp4_ties_need_no_long_way() -> None:
 
 
 def test_nvfp4_codes_at_random() -> None:
-    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off. Small
-    values are nudged upwards: those that a float's sum with their share rounds up to 0.5 would go down else."""
+    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off."""
     shares = torch.arange(1, 512).float() / 512  # 0.5 less the share of a random byte, and more
     near = torch.arange(-40, 41, dtype=torch.int32)
     values = [(shares * factor).view(torch.int32)[:, None].add(near).view(torch.float32) for factor in (1, 2, 4, 13)]
     values = torch.cat([v.flatten() for v in values] + [torch.linspace(0, 6.9, 4001), 2.0 ** torch.arange(-40, -8)])
-    nudged = values.double() + 2.0**-26
-    towards_zero = nudged.float()
-    too_large = towards_zero.double() > nudged
-    towards_zero = torch.where(too_large, (towards_zero.view(torch.int32) - 1).view(torch.float32), towards_zero)
-    bits, without = (bits_as_halves(v).clamp(max=7 * 512) for v in (towards_zero, values))
-    lost = 0
+    bits = bits_as_halves(values).clamp(max=7 * 512)
+    rounded_up = 0
     for byte in range(256):
         expected = reference.encode_e2m1_stochastic(values, torch.full_like(values, byte)).int()
         assert torch.equal((bits + 2 * byte) // 512, expected), f"random byte {byte}"
-        lost += int(((without + 2 * byte) // 512 != expected).sum())
-    assert lost > 100
+        # The definition: what is at most the sum, which float64 does not round up to any of these values' steps.
+        small = values < 2
+        exact = ((values.double() + byte / 512) * 2).floor().int()
+        assert torch.equal(exact[small], expected[small]), f"random byte {byte}"
+        rounded_up += int((((values + byte / 512) * 2).floor().int() != exact)[small].sum())
+    assert rounded_up > 100  # float32 would
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_rht_plain_signs", "nvfp4_stochastic"])
@@ -242,8 +241,8 @@ def test_nvfp4_under_any_amax(codes: str, device: str) -> None:
     assert (True, True) in kinds
 
 
-def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
-    """Random codes of values whose float sum with some share of a byte is rounded up to 0.5: pack_at_random's nudge.
+def test_nvfp4_sums_that_a_float_rounds_up_to_a_half(device: str) -> None:
+    """Random codes of values whose sum with some share of a byte is below 0.5 by less than a float has places for.
     They are rare, so that amaxes are looked for under which there are any."""
     small = ((1 + torch.arange(128) / 128) * 2.0 ** torch.arange(-8, -4)[:, None]).flatten()
     amaxes = 8 + torch.arange(1 << 13) / 1024
@@ -253,6 +252,7 @@ def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
     below = (scaled.double() * 512).ceil() / 512 - scaled.double()
     found = ((below > 0) & (below <= 2.0**-26) & (scaled < 0.25)).nonzero()
     assert len(found) > 4
+    bytes_of_all = torch.arange(256).float()
     for which, value in found[:4].tolist():
         x = torch.full((128, 256), small[value].item(), dtype=torch.bfloat16)
         x[torch.arange(128)[:, None] % 16 == torch.arange(256) % 16] = 1.0  # one in every block, of either plane
@@ -260,11 +260,8 @@ def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
             expected = nvfp4_under(amaxes[which].item(), x, "random", "cpu")
         for mine, theirs in zip(nvfp4_under(amaxes[which].item(), x, "random", device), expected, strict=True):
             assert_same_bytes(mine, theirs, f"{small[value]} under {amaxes[which]}")
-        # What is cut off without a nudge: some byte makes the difference.
-        bits = bits_as_halves(scaled[which, value])
-        bytes_of_all = torch.arange(256).float()
         codes = reference.encode_e2m1_stochastic(scaled[which, value].expand(256), bytes_of_all)
-        assert not torch.equal((bits + 2 * torch.arange(256)) // 512, codes.int())
+        assert not torch.equal(codes.bool(), scaled[which, value] + bytes_of_all / 512 >= 0.5)
 
 
 @pytest.mark.parametrize("codes", ["plain", "rht", "squares"])

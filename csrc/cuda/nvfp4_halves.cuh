@@ -61,7 +61,8 @@ struct Raise {
   }
 };
 
-// Eight bf16 values, value(i). factor: times CodeHalves::kFirst. kRaised: it may be below zero. Nothing scales past 6.9.
+// Eight bf16 values, value(i), none of which scales past 6.9. factor: times CodeHalves::kFirst. kRaised: it may be
+// below zero.
 template <bool kRaised, typename Value>
 __device__ __forceinline__ uint32_t pack_each_by_halves(const Value& value, float factor) {
   const Raise raise(factor);
@@ -84,32 +85,36 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
 }
 
 // ---------------------------------------------------------------------------------------------- codes at random
-// A magnitude's fp16 number has nine bits behind those of its code, and its random byte is a share of what these count
-// to: encode_e2m1_stochastic adds the share, and cuts off.
-//
-// That is exact where it adds in floats, but for sums that a float rounds up to 0.5 or 1. To 1, none is: what is added
-// is below 0.5, and so the other summand is above, whose float has as many bits as the sum's. To 0.5, those are that
-// are at most 2^-26 below it: half of the last place there. Hence kNudge. A number from 0.25 on has no such sums, and
-// that it is added towards zero keeps it as it is.
-constexpr float kNudge = 0x1p-26f * CodeHalves::kFirst;
-
-// Eight bf16 values. factor: times CodeHalves::kFirst. Value i takes byte i % 4 of a word of bytes.
-__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, uint32_t first_bytes,
-                                                   uint32_t second_bytes) {
+// A fp16 number has nine bits behind those of its code, and its random byte is a share of what these count to:
+// encode_e2m1_stochastic adds the share, and cuts off. Numbers past 6 become 6, with their sign.
+__device__ __forceinline__ uint32_t up_to_six(uint32_t numbers) {
   constexpr uint32_t kSix = 0x0E000E00u;
-  const auto at = [&](int i) { return __fadd_rz(magnitude_of<bf16_t>(word, i) * factor, kNudge); };
+  uint32_t clamped;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(numbers), "r"(kSix));
+  return clamped;
+}
+
+// Eight bf16 values, value(i), which takes byte i % 4 of a word of bytes. factor: times CodeHalves::kFirst.
+template <typename Value>
+__device__ __forceinline__ uint32_t pack_each_at_random(const Value& value, float factor, uint32_t first_bytes,
+                                                        uint32_t second_bytes) {
+  const auto at = [&](int i) { return value(i) * factor; };
   // Values i and i + 2, and twice their bytes.
   const auto two = [&](int i) {
-    uint32_t numbers = cut_to_halves(at(i), at(i + 2));
-    asm("min.f16x2 %0, %1, %2;" : "=r"(numbers) : "r"(numbers), "r"(kSix));
     const uint32_t bytes = __byte_perm(i < 4 ? first_bytes : second_bytes, 0u, i % 2 == 0 ? 0x4240 : 0x4341);
-    return bytes * 2u + numbers;
+    return bytes * 2u + up_to_six(cut_to_halves(at(i), at(i + 2)));
   };
-  // Bytes of four zeros, three bits of the code, and one more.
+  // Bytes of a sign, three zeros, three bits of the code, and one more.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
-  const uint32_t codes = select(0x70707070u, seconds * kEight, firsts >> 1);
-  return (codes & 0x77777777u) | signs_of_eight(word);
+  const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight, bytes); };
+  return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
+}
+
+__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, uint32_t first_bytes,
+                                                   uint32_t second_bytes) {
+  return pack_each_at_random([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor, first_bytes,
+                             second_bytes);
 }
 
 // ---------------------------------------------------------------------------------------------- scales

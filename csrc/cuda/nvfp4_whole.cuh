@@ -105,19 +105,6 @@ __device__ __forceinline__ T* computed_once(T* place) {
 
 __device__ __forceinline__ bool computed_once(bool of_all) { return __shfl_sync(kFullWarp, of_all ? 1 : 0, 0) != 0; }
 
-// body(raised): std::bool_constant, from.raises, by a vote, so that the compiler knows that it is the same for all lanes.
-// It is a plane's: all tiles run one of two loops, and not both.
-template <bool kRandom, typename Body>
-__device__ __forceinline__ void with_raises(const PlaneScales& from, const Body& body) {
-  if constexpr (kRandom) {
-    body(std::false_type{});
-  } else if (__any_sync(kFullWarp, from.raises)) {
-    body(std::true_type{});
-  } else {
-    body(std::false_type{});
-  }
-}
-
 // ---------------------------------------------------------------------------------------------- kernel
 // What boxes bring is the matrix. Others make it of that: see nvfp4_whole_norm.cu.
 struct AsItIs {
@@ -148,7 +135,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
   __shared__ NvShared shared;
   __shared__ typename From::Shared for_making;
-  __shared__ Dice dice;
+  __shared__ Dice dice_of_block;
   if (is_noop(noop)) return;
   __builtin_assume(threadIdx.x < NvConfig::kThreads);
   const int line = static_cast<int>(threadIdx.x);
@@ -179,12 +166,13 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   } else if (threadIdx.x < 64) {
     if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
   }
-  if (kRandom) dice.fill(rng);
+  if (kRandom) dice_of_block.fill(rng);
   from.prepare(for_making, tile_col);
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
+  const Dice& dice = *computed_once(&dice_of_block);
   const HeldScales of_row(*computed_once(&shared.row));
   const HeldScales of_col(*computed_once(&shared.col));
   uint2 now = make_uint2(0u, 0u);
@@ -221,10 +209,11 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
         if constexpr (kSquares) {
           write_four_rows<raised.value>(rows, of_rows, of_row.plane.global, to, row.data.cols);
         } else if (with_rows) {
-          const bool easy = write_four_rows<kRandom, raised.value>(rows, of_row, to, row.data.cols, row_scales,
-                                                                   draw_of_rows(step));
-          if (!easy) hard_rows += 1u << step;
-          if (From::kMade && !with_columns && !__all_sync(kFullWarp, easy)) rows.store(mine);
+          const ScalesOfFour scales(rows, of_row);
+          scales.write(row_scales);
+          write_four_rows<kRandom, raised.value>(rows, scales, to, row.data.cols, draw_of_rows(step));
+          if (!scales.are_easy()) hard_rows += 1u << step;
+          if (From::kMade && !with_columns && !__all_sync(kFullWarp, scales.are_easy())) rows.store(mine);
         }
         mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
         to += NvWhole::kRowsAtOnce * row.data.cols;
@@ -239,7 +228,8 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       FourRows rows;
       rows.load(&shared.patch[step * NvWhole::kRowsAtOnce][line]);
       to = row.data.data + (first + step * NvWhole::kRowsAtOnce) * row.data.cols + (tile_col + lane * kCols) / 2;
-      write_four_hard_rows<kRandom>(rows, of_row, to, row.data.cols, draw_of_rows(step));
+      write_four_hard_rows<kRandom>(rows, ScalesOfFour(rows, of_row), of_row.plane.global, to, row.data.cols,
+                                    draw_of_rows(step));
     }
     const auto draw_of_column = [&](unsigned column) {
       const int64_t blocks = col.data.cols / (kBlock / 2);
