@@ -1,6 +1,6 @@
-// NVFP4's row plane of an activation without a gate, whose sigmoids, if any, come from a table. Its amax is found at
-// the price of reading the operand (amax_activation.cu, amax_biased.cu), so that it is made once, here, and never
-// written.
+// NVFP4's row plane of an activation without a gate, whose sigmoids, if any, come from a table: on GPUs that have no
+// faster ones (nvfp4_whole_activation.cu). Its amax is found at the price of reading the operand (amax_activation.cu,
+// amax_biased.cu), so that it is made once, here, and never written.
 #include "amax.cuh"
 #include "nvfp4_four_rows.cuh"
 #include "nvfp4_unwritten.cuh"
