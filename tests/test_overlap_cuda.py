@@ -112,8 +112,11 @@ def replays(rank: int, world: int) -> None:
     m, k, n = sizes(world)
     link: Any = link_for(tp_mesh(world, "cuda").get_group().group_name, torch.device(DEVICE))
     meet = link.workspace.barrier
+    slept = 0
 
     def meet_and_sleep() -> None:
+        nonlocal slept
+        slept += 1
         meet()
         torch.cuda._sleep(40_000_000)  # longer than the others need to replay
 
@@ -157,6 +160,7 @@ def replays(rank: int, world: int) -> None:
                 )  # fmt: skip
             link.workspace.barrier = meet
     assert not wrong, "\n".join(wrong)
+    assert (slept > 0) == (rank == world - 1)
 
 
 @pytest.mark.parametrize("world", [2, 4])

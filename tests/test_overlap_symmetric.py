@@ -288,9 +288,11 @@ def test_a_capture_cannot_grow_it(machine: Any) -> None:
     run_ranks(machine(2), job, 0)
 
 
+@pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("reduction", [False, True])
-def test_replays_between_other_exchanges(machine: Any, reduction: bool) -> None:
-    """A replay is not on the lane, and must not publish where others still read what came before it."""
+def test_replays_between_other_exchanges(machine: Any, reduction: bool, finished: bool) -> None:
+    """A replay is not on the lane, and must not publish where others still read what came before it, be it finished or
+    dropped, as where an error comes in between."""
 
     def job(link: SymmetricLink, random: random.Random) -> None:
         lane: Any = link.lane
@@ -301,12 +303,15 @@ def test_replays_between_other_exchanges(machine: Any, reduction: bool) -> None:
         for turn in range(20):
             received = torch.full((2, 4), float("nan"))
             mine = value(link.rank, turn, (4,), torch.float32)
+            exchange: Any
             if reduction:
-                rounds = link.rounds(mine, 1, "")
-                rounds.start({1: mine}, {1: received[other]})
-                rounds.finish()
+                exchange = link.rounds(mine, 1, "")
+                exchange.start({1: mine}, {1: received[other]})
             else:
-                link.gather([mine], [received], "").finish()
+                exchange = link.gather([mine], [received], "")
+            if finished:
+                exchange.finish()
+            del exchange
             part.copy_(value(link.rank, turn + 100, (4,), torch.float32))
             replay()
             assert torch.equal(received[other], value(other, turn, (4,), torch.float32)), turn

@@ -144,12 +144,13 @@ class SymmetricLink:
         self.workspace = Workspace(group, device, self.lane)
         self._in_graphs = False
 
-    def closes(self) -> bool:
-        """Whether products wait for the last barrier of an exchange. It concerns the next one, which follows on the
-        lane; but a graph must end with all that it has begun. Nor are replays on the lane: once there is a graph, what
-        runs outside of it must be over before products go on, or a replay would publish where others still read."""
+    def end(self, arrived: Any, closed: Any) -> None:
+        """Products wait for what an exchange has brought, or for its last barrier. That concerns the next exchange,
+        which follows on the lane; but a graph must end with all that it has begun. Nor are replays on the lane: once
+        there is a graph, what runs outside of it must be over before products go on, or a replay would publish where
+        others still read. (What came before the first capture is over by then: ``torch.cuda.graph`` synchronizes.)"""
         self._in_graphs = self._in_graphs or self.lane.is_captured()
-        return self._in_graphs
+        self.lane.wait(closed if self._in_graphs else arrived)
 
     def prepare(self) -> None:
         """Have a workspace, so that what can fail has failed. All ranks call this."""
@@ -212,7 +213,7 @@ class SymmetricGathering:
         self._link.lane.wait(self._arrived[source])
 
     def finish(self) -> None:
-        self._link.lane.wait(self._closed if self._link.closes() else self._last)
+        self._link.end(self._last, self._closed)
         self._kept = None
 
     def __del__(self) -> None:
@@ -265,13 +266,13 @@ class SymmetricRounds:
     def finish(self) -> None:
         if self._closed is None:
             raise AssertionError(f"only {self._used} of {self._sends} parts were sent")
-        self._link.lane.wait(self._closed if self._link.closes() else self._arrived[-1])
+        self._link.end(self._arrived[-1], self._closed)
         self._kept.clear()
 
     def __del__(self) -> None:
-        if self._kept:  # as above
+        if self._kept:  # as above; if not all was sent, there is no last barrier, nor a next exchange
             with contextlib.suppress(Exception):
-                self.wait(-1)
+                self.wait(-1) if self._closed is None else self.finish()
 
 
 def _aligned(part: Tensor) -> int:
