@@ -255,10 +255,13 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def encode_e2m1_stochastic(x: Tensor, random: Tensor) -> Tensor:
-    """As encode_e2m1, rounding up with the probability of the remainder; `random` holds bytes."""
+    """As encode_e2m1, rounding up with the probability of the remainder; `random` holds bytes.
+
+    t is x with random / 256 of a step added to its magnitude, in whole 256ths of a step: a float would round the sum.
+    """
     a = x.abs().clamp(max=6.0)
     step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
-    t = a + random.float() * (1.0 / 256.0) * step
+    t = ((a * (256.0 / step)).floor() + random.float()) * (step / 256.0)
     code = torch.zeros_like(x, dtype=torch.uint8)
     for value in E2M1_VALUES[1:]:
         code += t >= value

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -125,49 +124,63 @@ def test_nvfp4_codes_by_halves() -> None:
     assert downwards.sum() == 4
 
 
-# Which bits of a number are multiplied, and by what; how many fp16 steps below the seven ties are raised to them.
-RAISED = {"odd": (0x200, 2.0**-9, (0, 1, 0, 1, 0, 1, 0)), "all": (0xE00, 2.0**-10, (0, 1, 1, 2, 1, 2, 1))}
+ONE = torch.tensor(1.0)
 
 
-@pytest.mark.parametrize("which", RAISED)
-def test_nvfp4_codes_where_ties_go_down(which: str) -> None:
-    """The same, of values that are made a little smaller, and raised where the code below is odd, or where it is not 0.
-    The kernel's condition for that: wrong are those that come to lie between a tie and the steps below it and should go
-    down, and those that fall below a tie and should not."""
-    mask, share, steps = RAISED[which]
+def codes_of_raised(values: Tensor, share: float, factor: Tensor = ONE) -> Tensor:
+    """Of values times a factor that is made smaller by a share, whose numbers are raised by 2^-10 of themselves."""
+    number = bits_as_halves(values * (factor * torch.tensor(1 - share))).short().view(torch.half).double()
+    return ((number * (1 + 2.0**-10)).half().view(torch.int16).int() + 256) // 512
+
+
+def test_nvfp4_codes_where_ties_go_down() -> None:
+    """The same, raised: by the first share all ties are right, and what is wrong is next to one; by the second, 0.25
+    and those that go up."""
     values = values_around_codes()
-    smaller = values * torch.tensor(1 - 2.0**-21)
-    bits = bits_as_halves(smaller)
-    number, part = (b.short().view(torch.half).double() for b in (bits, bits & mask))
-    raised = (number + part * share).half().view(torch.int16).int()
-    wrong = torch.zeros_like(values, dtype=torch.bool)
-    for below, tie in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        goes_up = (values > tie) if below % 2 == 0 else (values >= tie)
-        step = 2.0**-10 * max(1, 2 ** int(math.log2(tie)))
-        wrong |= goes_up != (smaller.double() >= tie - steps[below] * step)
-    right = (raised + 256) // 512 == reference.encode_e2m1(values).int()
-    assert torch.equal(right, ~wrong)
-    assert right.sum() > 100_000 and wrong.sum() > 1000
+    expected = reference.encode_e2m1(values).int()
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    wrong = codes_of_raised(values, 2.0**-10) != expected
+    assert not wrong[torch.isin(values, ties)].any()
+    assert ((values[wrong][:, None] / ties - 1).abs().amin(1) < 2.0**-9).all()
+    assert 0 < wrong.sum() < 50_000
+    second = torch.tensor([0.25, 0.75, 1.75, 3.5])
+    assert torch.equal(codes_of_raised(second, 2.0**-12), reference.encode_e2m1(second).int())
+
+
+def test_nvfp4_ties_need_no_long_way() -> None:
+    """Under every bf16 amax one of both shares is right for every block that can meet a tie that goes down: for the
+    values of its scale next to ties, which are the kernel's condition."""
+    mantissas = 1 + torch.arange(128) / 128
+    decode = reference.nvfp4_global(mantissas)[1][:, None] * (1 + torch.arange(8) / 8)  # [amax, scale]
+    exact = 1 / decode
+    every = (mantissas * 2.0 ** torch.arange(-30, 31)[:, None]).flatten()
+    met = 0
+    for factor in exact.flatten():
+        values = every[(every * factor > 0.1) & (every * factor < 6.9)]
+        expected = reference.encode_e2m1(values * factor).int()
+        if not torch.equal((bits_as_halves(values * factor) + 256) // 512, expected):
+            met += 1
+            assert any(torch.equal(codes_of_raised(values, share, factor), expected) for share in (2.0**-10, 2.0**-12))
+    assert met == 95
 
 
 def test_nvfp4_codes_at_random() -> None:
-    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off. Small
-    values are nudged upwards: those that a float's sum with their share rounds up to 0.5 would go down else."""
+    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off."""
     shares = torch.arange(1, 512).float() / 512  # 0.5 less the share of a random byte, and more
     near = torch.arange(-40, 41, dtype=torch.int32)
     values = [(shares * factor).view(torch.int32)[:, None].add(near).view(torch.float32) for factor in (1, 2, 4, 13)]
     values = torch.cat([v.flatten() for v in values] + [torch.linspace(0, 6.9, 4001), 2.0 ** torch.arange(-40, -8)])
-    nudged = values.double() + 2.0**-26
-    towards_zero = nudged.float()
-    too_large = towards_zero.double() > nudged
-    towards_zero = torch.where(too_large, (towards_zero.view(torch.int32) - 1).view(torch.float32), towards_zero)
-    bits, without = (bits_as_halves(v).clamp(max=7 * 512) for v in (towards_zero, values))
-    lost = 0
+    bits = bits_as_halves(values).clamp(max=7 * 512)
+    rounded_up = 0
     for byte in range(256):
         expected = reference.encode_e2m1_stochastic(values, torch.full_like(values, byte)).int()
         assert torch.equal((bits + 2 * byte) // 512, expected), f"random byte {byte}"
-        lost += int(((without + 2 * byte) // 512 != expected).sum())
-    assert lost > 100
+        # The definition: what is at most the sum, which float64 does not round up to any of these values' steps.
+        small = values < 2
+        exact = ((values.double() + byte / 512) * 2).floor().int()
+        assert torch.equal(exact[small], expected[small]), f"random byte {byte}"
+        rounded_up += int((((values + byte / 512) * 2).floor().int() != exact)[small].sum())
+    assert rounded_up > 100  # float32 would
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_rht_plain_signs", "nvfp4_stochastic"])
@@ -228,8 +241,8 @@ def test_nvfp4_under_any_amax(codes: str, device: str) -> None:
     assert (True, True) in kinds
 
 
-def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
-    """Random codes of values whose float sum with some share of a byte is rounded up to 0.5: pack_at_random's nudge.
+def test_nvfp4_sums_that_a_float_rounds_up_to_a_half(device: str) -> None:
+    """Random codes of values whose sum with some share of a byte is below 0.5 by less than a float has places for.
     They are rare, so that amaxes are looked for under which there are any."""
     small = ((1 + torch.arange(128) / 128) * 2.0 ** torch.arange(-8, -4)[:, None]).flatten()
     amaxes = 8 + torch.arange(1 << 13) / 1024
@@ -239,6 +252,7 @@ def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
     below = (scaled.double() * 512).ceil() / 512 - scaled.double()
     found = ((below > 0) & (below <= 2.0**-26) & (scaled < 0.25)).nonzero()
     assert len(found) > 4
+    bytes_of_all = torch.arange(256).float()
     for which, value in found[:4].tolist():
         x = torch.full((128, 256), small[value].item(), dtype=torch.bfloat16)
         x[torch.arange(128)[:, None] % 16 == torch.arange(256) % 16] = 1.0  # one in every block, of either plane
@@ -246,11 +260,8 @@ def test_nvfp4_sums_that_round_up_to_a_half(device: str) -> None:
             expected = nvfp4_under(amaxes[which].item(), x, "random", "cpu")
         for mine, theirs in zip(nvfp4_under(amaxes[which].item(), x, "random", device), expected, strict=True):
             assert_same_bytes(mine, theirs, f"{small[value]} under {amaxes[which]}")
-        # What is cut off without a nudge: some byte makes the difference.
-        bits = bits_as_halves(scaled[which, value])
-        bytes_of_all = torch.arange(256).float()
         codes = reference.encode_e2m1_stochastic(scaled[which, value].expand(256), bytes_of_all)
-        assert not torch.equal((bits + 2 * torch.arange(256)) // 512, codes.int())
+        assert not torch.equal(codes.bool(), scaled[which, value] + bytes_of_all / 512 >= 0.5)
 
 
 @pytest.mark.parametrize("codes", ["plain", "rht", "squares"])

@@ -1,6 +1,6 @@
-// NVFP4's row plane of an activation without a gate, whose sigmoids, if any, come from a table. Its amax is found at
-// the price of reading the operand (amax_activation.cu, amax_biased.cu), so that it is made once, here, and never
-// written.
+// NVFP4's row plane of an activation without a gate, whose sigmoids, if any, come from a table: on GPUs that have no
+// faster ones (nvfp4_whole_activation.cu). Its amax is found at the price of reading the operand (amax_activation.cu,
+// amax_biased.cu), so that it is made once, here, and never written.
 #include "amax.cuh"
 #include "nvfp4_four_rows.cuh"
 #include "nvfp4_unwritten.cuh"
@@ -27,22 +27,29 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
     scales.fill(amax, false);
   }
   const auto quantize = [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool) {
+    const HeldScales held(scales);
     uint8_t* to = plane.data.data + (tile.row + patch_row) * plane.data.cols + (tile.col + patch_col) / 2;
+    with_raises<false>(scales, [&](auto raised) {
 #pragma unroll
-    for (int first = 0; first < TileConfig::kPatch; first += FourRows::kRows) {
-      FourRows rows;
+      for (int first = 0; first < TileConfig::kPatch; first += FourRows::kRows) {
+        FourRows rows;
 #pragma unroll
-      for (int i = 0; i < FourRows::kRows; ++i) {
+        for (int i = 0; i < FourRows::kRows; ++i) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) rows.word[i][w] = patch.word[first + i][w];
+          for (int w = 0; w < 4; ++w) rows.word[i][w] = patch.word[first + i][w];
+        }
+        const auto none = [](bool) {};
+        uint8_t* const there = to + first * plane.data.cols;
+        const ScalesOfFour of(rows, held);
+        of.write(&of_blocks[patch_row + first + line % 2 * 2][line % 16 / 2]);
+        // Looked at first: if they were after easy codes are written, all rows would stay in registers until then.
+        if (__all_sync(kFullWarp, of.are_easy())) {
+          write_four_rows<false, raised.value>(rows, of, there, plane.data.cols, none);
+        } else {
+          write_four_hard_rows<false>(rows, of, scales.global, there, plane.data.cols, none);
+        }
       }
-      const auto none = [](bool) {};
-      uint8_t* const there = to + first * plane.data.cols;
-      if (!write_four_rows<false>(rows, scales, there, plane.data.cols,
-                                  &of_blocks[patch_row + first + line % 2 * 2][line % 16 / 2], none)) {
-        write_four_hard_rows<false>(rows, scales, there, plane.data.cols, none);
-      }
-    }
+    });
     __syncthreads();
     if (line < kTile) {
       store_scales(scales_of(plane, tile.row + line, tile.col / kBlock),

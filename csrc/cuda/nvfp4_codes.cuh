@@ -71,12 +71,13 @@ __device__ __forceinline__ uint32_t code_over_base(float a) {
                       bits_of(__fmaf_rn(a, 0.5f, kCodeBase + 4.0f)));
 }
 
-// encode_e2m1_stochastic of a magnitude up to 6, with byte `at` of `random`. The products are exact.
+// encode_e2m1_stochastic of a magnitude up to 6, with byte `at` of `random`. The products are exact, and sums are
+// rounded down, which leaves them above E2M1's numbers if they are.
 __device__ __forceinline__ uint32_t random_code_over_base(float a, uint32_t random, int at) {
   const float twice_the_step = float_of(bits_of(fmaxf(a, 1.0f)) & kInfBits);  // a's power of two, from 1 on
   const float byte_over_base = float_of(__byte_perm(random, bits_of(kCodeBase), 0x7440u | at));
   const float share = __fmaf_rn(byte_over_base, 1.0f / 512.0f, kCodeBase / -512.0f);
-  const float t = __fmaf_rn(share, twice_the_step, a);
+  const float t = __fmaf_rd(share, twice_the_step, a);
   return __vimin3_u32(bits_of(__fmaf_rd(t, 2.0f, kCodeBase)), bits_of(__fadd_rd(t, kCodeBase + 2.0f)),
                       bits_of(__fmaf_rd(t, 0.5f, kCodeBase + 4.0f)));
 }

@@ -25,23 +25,23 @@ __device__ __forceinline__ uint32_t max_of_column(const uint32_t (&pair)[8]) {
   return max(low_float(two), high_float(two));
 }
 
-// Rounded at random. values: as they are, in case that they are not easy.
-template <typename Values>
-__device__ __forceinline__ ColumnCodes pack_column_at_random(const uint32_t (&pair)[8], const PlaneScales& from,
-                                                             const Philox4& bytes, const Values& values) {
-  const EasyScale scale(float_of(max_of_column(pair)), from);
-  if (__all_sync(kFullWarp, scale.is_easy(Ties::kNone))) {
-    return ColumnCodes{make_uint2(pack_at_random(pair, scale.factor, bytes.word[0], bytes.word[1]),
-                                  pack_at_random(pair + 4, scale.factor, bytes.word[2], bytes.word[3])),
-                       scale.code};
-  }
-  uint32_t plain[8];
-  values(plain);
-  const NvScale hard = make_scale(float_of(max_of_column(plain)), from.global);
-  const float factor = exact_factor(hard.code, from.global);
-  return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(plain, factor, bytes.word),
-                                pack_random<bf16_t, 8>(plain + 4, factor, bytes.word + 2)),
-                     hard.code};
+// Of 16 bf16 values, value(i), rounded at random, where the scale is easy.
+template <typename Value>
+__device__ __forceinline__ ColumnCodes pack_easy_column_at_random(const Value& value, const EasyScale& scale,
+                                                                  const Philox4& bytes) {
+  const auto later = [&](int i) { return value(8 + i); };
+  return ColumnCodes{make_uint2(pack_each_at_random(value, scale.factor, bytes.word[0], bytes.word[1]),
+                                pack_each_at_random(later, scale.factor, bytes.word[2], bytes.word[3])),
+                     scale.code};
+}
+
+__device__ __forceinline__ ColumnCodes pack_hard_column_at_random(const uint32_t (&pair)[8], const HeldScales& from,
+                                                                  const Philox4& bytes) {
+  const NvScale scale = make_scale(float_of(max_of_column(pair)), from.plane.global);
+  const float factor = exact_factor(scale.code, from.plane.global);
+  return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(pair, factor, bytes.word),
+                                pack_random<bf16_t, 8>(pair + 4, factor, bytes.word + 2)),
+                     scale.code};
 }
 
 // Values as they are, with what make_plain does to them where that is needed.
@@ -52,50 +52,31 @@ __device__ __forceinline__ ColumnCodes pack_hard_column(uint32_t (&pair)[8], uin
   return ColumnCodes{make_uint2(pack_plain(pair, factor), pack_plain(pair + 4, factor)), scale};
 }
 
-template <Ties kMost>
-struct TiesTag {
-  static constexpr Ties value = kMost;
-};
-
-// Of 16 bf16 values, value(i). Whether it could be done.
-template <typename Value>
-__device__ __forceinline__ bool pack_easy_column(const Value& value, const EasyScale& scale, uint2& codes) {
-  const auto pack = [&](auto most) {
-    const auto later = [&](int i) { return value(8 + i); };
-    codes = make_uint2(pack_each_by_halves<most.value>(value, scale.factor),
-                       pack_each_by_halves<most.value>(later, scale.factor));
-  };
-  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
-  if (all_easy(Ties::kNone)) {
-    pack(TiesTag<Ties::kNone>{});
-  } else if (all_easy(Ties::kOdd)) {
-    pack(TiesTag<Ties::kOdd>{});
-  } else if (all_easy(Ties::kAll)) {
-    pack(TiesTag<Ties::kAll>{});
-  } else {
-    return false;
-  }
-  return true;
+// Of 16 bf16 values, value(i), where the scale is easy.
+template <bool kRaised, typename Value>
+__device__ __forceinline__ ColumnCodes pack_easy_column(const Value& value, const EasyScale& scale) {
+  const auto later = [&](int i) { return value(8 + i); };
+  return ColumnCodes{make_uint2(pack_each_by_halves<kRaised>(value, scale.factor),
+                                pack_each_by_halves<kRaised>(later, scale.factor)),
+                     scale.code};
 }
 
 // Column e of two that lie in words. square: its scale, where kSquares. draw(): random bytes, where kRandom.
-template <Codes kCodes, typename Draw>
-__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const PlaneScales& from,
+template <Codes kCodes, bool kRaised, typename Draw>
+__device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kBlock], int e, const HeldScales& from,
                                                        const EasyScale& square, const Draw& draw) {
   uint32_t pair[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) pair[k] = __byte_perm(word[2 * k], word[2 * k + 1], e == 0 ? 0x5410 : 0x7632);
-  if constexpr (kCodes == Codes::kRandom) {
-    return pack_column_at_random(pair, from, draw(), [&](uint32_t(&to)[8]) {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) to[k] = pair[k];
-    });
-  }
   const EasyScale scale = kCodes == Codes::kSquares ? square : EasyScale(float_of(max_of_column(pair)), from);
   const auto value = [&](int i) { return Words<bf16_t>::element(pair[i / 2], i % 2); };
-  uint2 codes;
-  if (pack_easy_column(value, scale, codes)) return ColumnCodes{codes, scale.code};
-  return pack_hard_column(pair, scale.code, from.global);
+  if constexpr (kCodes == Codes::kRandom) {
+    const Philox4 bytes = draw();
+    if (__all_sync(kFullWarp, scale.is_easy())) return pack_easy_column_at_random(value, scale, bytes);
+    return pack_hard_column_at_random(pair, from, bytes);
+  }
+  if (__all_sync(kFullWarp, scale.is_easy())) return pack_easy_column<kRaised>(value, scale);
+  return pack_hard_column(pair, scale.code, from.plane.global);
 }
 
 // ---------------------------------------------------------------------------------------------- transformed columns
@@ -125,17 +106,14 @@ struct TransformedColumn {
   }
 };
 
-__device__ __forceinline__ ColumnCodes pack_transformed_at_random(const TransformedColumn& column,
-                                                                  const PlaneScales& from, const Philox4& bytes) {
-  uint32_t pair[8];
-  column.pairs(1.0f, pair);
-  return pack_column_at_random(pair, from, bytes, [&](uint32_t(&to)[8]) { column.pairs(0.25f, to); });
-}
-
-__device__ __forceinline__ ColumnCodes pack_hard_transformed(const TransformedColumn& column, const PlaneScales& from) {
+// draw(): random bytes, where kRandom.
+template <bool kRandom, typename Draw>
+__device__ __forceinline__ ColumnCodes pack_hard_transformed(const TransformedColumn& column, const HeldScales& from,
+                                                             const Draw& draw) {
   uint32_t pair[8];
   column.pairs(0.25f, pair);
-  return pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.global).code, from.global);
+  if constexpr (kRandom) return pack_hard_column_at_random(pair, from, draw());
+  return pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.plane.global).code, from.plane.global);
 }
 
 // ---------------------------------------------------------------------------------------------- all of a thread
@@ -161,48 +139,53 @@ struct TwoColumns {
   }
 };
 
-// All eight of a thread, two after two. square: their scale, where kSquares. draw(column): random bytes, where kRandom.
-template <bool kHadamard, Codes kCodes, typename Draw>
-__device__ __forceinline__ void write_columns(const TwoColumns& columns, const PlaneScales& from,
+// All eight of a thread, two after two. kRaised: from.plane.raises. square: their scale, where kSquares. draw(column):
+// random bytes, where kRandom.
+template <bool kHadamard, Codes kCodes, bool kRaised, typename Draw>
+__device__ __forceinline__ void write_columns(const TwoColumns& columns, const HeldScales& from,
                                               const EasyScale& square, const Draw& draw) {
+  constexpr bool kRandom = kCodes == Codes::kRandom;
   // Each eight lanes have columns of their own, so that they meet every bank once.
   const auto in_turn = [](unsigned turn) { return (turn + threadIdx.x / 8u) % 4u; };
-  uint32_t hard = 0u;  // those that are left for later
+  uint32_t hard = 0u;  // those whose codes are wrong, two bits a turn: they are written again
   unsigned w = in_turn(0u);
 #pragma unroll 1
   for (unsigned turn = 0; turn < 4u; ++turn, w = (w + 1u) % 4u) {
+    asm("" : "+r"(w));  // or the compiler would reduce it again wherever it is used
     const TwoColumns two = columns.next(w);
     uint32_t word[kBlock];
     two.load(word);
+    hard *= 4u;
 #pragma unroll
     for (unsigned e = 0u; e < 2u; ++e) {
       const auto draw_here = [&] { return draw(2u * w + e); };
       if constexpr (!kHadamard) {
-        two.store(e, column_as_it_is<kCodes>(word, e, from, square, draw_here));
-      } else if constexpr (kCodes == Codes::kRandom) {
-        two.store(e, pack_transformed_at_random(TransformedColumn(word, e), from, draw_here()));
+        two.store(e, column_as_it_is<kCodes, kRaised>(word, e, from, square, draw_here));
       } else {
         const TransformedColumn column(word, e);
         const EasyScale scale(column.largest, from);
         const auto value = [&](int i) { return TransformedColumn::rounded(column.v[i]); };
-        uint2 codes;
-        if (pack_easy_column(value, scale, codes)) {
-          two.store(e, ColumnCodes{codes, scale.code});
+        if constexpr (kRandom) {
+          two.store(e, pack_easy_column_at_random(value, scale, draw_here()));
         } else {
-          hard |= 1u << (2u * turn + e);
+          two.store(e, pack_easy_column<kRaised>(value, scale));
         }
+        if (!scale.is_easy()) hard += 1u + e;
       }
     }
   }
+  if constexpr (kHadamard) hard = __reduce_or_sync(kFullWarp, hard);
 #pragma unroll 1
   for (; hard != 0u; hard &= hard - 1u) {
     const unsigned which = static_cast<unsigned>(__ffs(static_cast<int>(hard))) - 1u;
-    const TwoColumns two = columns.next(in_turn(which / 2u));
+    const unsigned turn_of = in_turn(3u - which / 2u);
+    const TwoColumns two = columns.next(turn_of);
     uint32_t word[kBlock];
     two.load(word);
 #pragma unroll
     for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
-    two.store(which % 2u, pack_hard_transformed(TransformedColumn(word, 1), from));
+    const auto draw_here = [&] { return draw(2u * turn_of + which % 2u); };
+    two.store(which % 2u, pack_hard_transformed<kRandom>(TransformedColumn(word, 1), from, draw_here));
   }
 }
 

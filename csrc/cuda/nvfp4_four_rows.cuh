@@ -42,27 +42,51 @@ struct FourRows {
 };
 
 // ---------------------------------------------------------------------------------------------- random bytes
-// In shared memory: keys for all threads of a block, which would all make the same ones.
+// In shared memory: what all threads of a block would make, which are the keys, and what the first round makes of the
+// offset.
 struct Dice {
-  uint64_t offset;
   alignas(16) PhiloxKey keys[kPhiloxRounds];
+  alignas(16) uint32_t first_round[4];
 
   // By the block's first threads.
   __device__ __forceinline__ void fill(const int64_t* rng) {
     const int round = static_cast<int>(threadIdx.x);
-    if (round < kPhiloxRounds) keys[round] = philox_key(static_cast<uint64_t>(rng[0]), round);
-    if (round == 0) offset = static_cast<uint64_t>(rng[1]);
+    const auto key = [&](int of) { return philox_key(static_cast<uint64_t>(rng[0]), of); };
+    if (round < kPhiloxRounds) keys[round] = key(round);
+    if (round != 0) return;
+    const Philox4 counter = philox_counter(static_cast<uint64_t>(rng[1]), 0u, false);
+    const uint64_t product = philox_product1(counter.word[2]);
+    first_round[0] = static_cast<uint32_t>(product >> 32) ^ key(0).word[0];
+    first_round[1] = static_cast<uint32_t>(product);
+    first_round[2] = counter.word[3] ^ key(0).word[1];
   }
   // The bytes of a block.
   __device__ __forceinline__ Philox4 draw(int64_t block, bool columnwise) const {
+    const Philox4 counter = philox_counter(0u, static_cast<uint64_t>(block), columnwise);
+    const uint4 first = *reinterpret_cast<const uint4*>(first_round);
+    const uint64_t product = philox_product0(counter.word[0]);
+    const Philox4 second{{first.x ^ counter.word[1], first.y, static_cast<uint32_t>(product >> 32) ^ first.z,
+                          static_cast<uint32_t>(product)}};
     uint4 two = make_uint4(0u, 0u, 0u, 0u);
-    return philox4x32(philox_counter(offset, static_cast<uint64_t>(block), columnwise), [&](int round) {
-      if (round % 2 != 0) return PhiloxKey{{two.z, two.w}};
-      two = *reinterpret_cast<const uint4*>(&keys[round]);
-      return PhiloxKey{{two.x, two.y}};
+    return philox4x32<1>(second, [&](int round) {
+      if (round == 1 || round % 2 == 0) two = *reinterpret_cast<const uint4*>(&keys[round / 2 * 2]);
+      return round % 2 == 0 ? PhiloxKey{{two.x, two.y}} : PhiloxKey{{two.z, two.w}};
     });
   }
 };
+
+// body(raised): std::bool_constant, from.raises, by a vote, so that the compiler knows that all lanes have the same.
+// It is a plane's: all tiles run one of two loops, and not both.
+template <bool kRandom, typename Body>
+__device__ __forceinline__ void with_raises(const PlaneScales& from, const Body& body) {
+  if constexpr (kRandom) {
+    body(std::false_type{});
+  } else if (__any_sync(kFullWarp, from.raises)) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
+  }
+}
 
 // Of the two threads that have the blocks of four rows, each draws the bytes of two rows, and hears half of the
 // other two's. block: the number of the first row's; lines have `blocks`.
@@ -103,7 +127,7 @@ __device__ __forceinline__ uint32_t pack_hard_eight(const uint32_t (&from)[4], f
 // Of four rows, in the two threads that have their blocks. Each makes the scales of two of them.
 class ScalesOfFour {
  public:
-  __device__ __forceinline__ ScalesOfFour(const FourRows& rows, const PlaneScales& from)
+  __device__ __forceinline__ ScalesOfFour(const FourRows& rows, const HeldScales& from)
       : maxima_(rows.maxima(is_odd())), mine_{{low(), from}, {high(), from}} {}
 
   static __device__ __forceinline__ bool is_odd() { return threadIdx.x % 2 != 0; }
@@ -113,9 +137,7 @@ class ScalesOfFour {
     to[0] = static_cast<uint8_t>(mine_[0].code);
     to[NvTile<bf16_t>::kRowScales] = static_cast<uint8_t>(mine_[1].code);
   }
-  __device__ __forceinline__ bool all_easy(Ties most) const {
-    return __all_sync(kFullWarp, mine_[0].is_easy(most) && mine_[1].is_easy(most));
-  }
+  __device__ __forceinline__ bool are_easy() const { return mine_[0].is_easy() && mine_[1].is_easy(); }
 
   // pack(i, factor), of row i, to `to` and pitch bytes on.
   template <typename Pack>
@@ -147,52 +169,38 @@ class ScalesOfFour {
   EasyScale mine_[2];
 };
 
-// Codes of four rows, to `to` and pitch bytes on. scales: ScalesOfFour::write's. draw(odd): RowBytes, where kRandom.
-// False: their codes are left to write_four_hard_rows.
-template <bool kRandom, typename Draw>
-__device__ __forceinline__ bool write_four_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
-                                                int64_t pitch, uint8_t* scales, const Draw& draw) {
-  const ScalesOfFour of(rows, from);
-  of.write(scales);
+// Codes of four rows with these scales, to `to` and pitch bytes on. They are right where scales of all lanes are easy.
+// kRaised: PlaneScales::raises. draw(odd): RowBytes, where kRandom.
+template <bool kRandom, bool kRaised, typename Draw>
+__device__ __forceinline__ void write_four_rows(const FourRows& rows, const ScalesOfFour& of, uint8_t* to,
+                                                int64_t pitch, const Draw& draw) {
   if constexpr (kRandom) {
-    if (!of.all_easy(Ties::kNone)) return false;
     const auto bytes = draw(ScalesOfFour::is_odd());
     of.write_codes(to, pitch, [&](int i, float factor) {
       return pack_at_random(rows.word[i], factor, bytes.word(i, 0), bytes.word(i, 1));
     });
-    return true;
-  }
-  const auto write = [&](const auto& pack) {
-    of.write_codes(to, pitch, [&](int i, float factor) { return pack(rows.word[i], factor); });
-  };
-  if (of.all_easy(Ties::kNone)) {
-    write(pack_by_halves<Ties::kNone>);
-  } else if (of.all_easy(Ties::kOdd)) {
-    write(pack_by_halves<Ties::kOdd>);
-  } else if (of.all_easy(Ties::kAll)) {
-    write(pack_by_halves<Ties::kAll>);
   } else {
-    return false;
+    of.write_codes(to, pitch, [&](int i, float factor) { return pack_by_halves<kRaised>(rows.word[i], factor); });
   }
-  return true;
 }
 
+// Where they are not.
 template <bool kRandom, typename Draw>
-__device__ __forceinline__ void write_four_hard_rows(const FourRows& rows, const PlaneScales& from, uint8_t* to,
-                                                     int64_t pitch, const Draw& draw) {
-  const ScalesOfFour of(rows, from);
+__device__ __forceinline__ void write_four_hard_rows(const FourRows& rows, const ScalesOfFour& of,
+                                                     const Nvfp4Global& global, uint8_t* to, int64_t pitch,
+                                                     const Draw& draw) {
   if constexpr (kRandom) {
     const auto bytes = draw(ScalesOfFour::is_odd());
-    return of.write_hard_codes(from.global, to, pitch, [&](int i, float factor) {
+    return of.write_hard_codes(global, to, pitch, [&](int i, float factor) {
       const uint32_t words[2] = {bytes.word(i, 0), bytes.word(i, 1)};
       return pack_random<bf16_t, 8>(rows.word[i], factor, words);
     });
   }
-  of.write_hard_codes(from.global, to, pitch,
-                      [&](int i, float factor) { return pack_hard_eight(rows.word[i], factor); });
+  of.write_hard_codes(global, to, pitch, [&](int i, float factor) { return pack_hard_eight(rows.word[i], factor); });
 }
 
 // Codes of rows that all have one scale, which is written already.
+template <bool kRaised>
 __device__ __forceinline__ void write_four_rows(const FourRows& rows, const EasyScale& scale, const Nvfp4Global& global,
                                                 uint8_t* to, int64_t pitch) {
   const auto write = [&](float factor, const auto& pack) {
@@ -201,10 +209,7 @@ __device__ __forceinline__ void write_four_rows(const FourRows& rows, const Easy
       store_bulk(reinterpret_cast<uint32_t*>(to + i * pitch), pack(rows.word[i], factor));
     }
   };
-  const auto all_easy = [&](Ties most) { return __all_sync(kFullWarp, scale.is_easy(most)); };
-  if (all_easy(Ties::kNone)) return write(scale.factor, pack_by_halves<Ties::kNone>);
-  if (all_easy(Ties::kOdd)) return write(scale.factor, pack_by_halves<Ties::kOdd>);
-  if (all_easy(Ties::kAll)) return write(scale.factor, pack_by_halves<Ties::kAll>);
+  if (__all_sync(kFullWarp, scale.is_easy())) return write(scale.factor, pack_by_halves<kRaised>);
   write(exact_factor(scale.code, global), pack_hard_eight);
 }
 

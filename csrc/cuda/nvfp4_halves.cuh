@@ -18,15 +18,16 @@ static __constant__ uint32_t kEight = 8u;
 // towards zero: E2M1 rounds at numbers that fp16 has, and what is cut off lies above them. But all ties go up, and
 // those at 0.25, 1.25, 2.5 and 5 should not.
 //
-// Where a block can meet those, its values are made a little smaller, by kBelow, so that a tie becomes the fp16 number
-// below it. Where the code below is odd, that number is then raised to the tie again. That is wrong for a value that
-// should go down and is cut off to the same number, and for one that lies so little above 1.25, 2.5 or 5 that it fell
-// below. A block has one value near each tie, so that it is known which it has (factor_for_halves). With values of the
-// latter kind, numbers are raised wherever the code below is not 0. What neither does right takes the long way.
+// Where a block can meet those, its values are made smaller by a share, so that all ties fall below, and the numbers
+// that they are cut off to are raised by kRaise of themselves, rounded to the nearest. By 2^-10 and 2^-10, in steps of
+// fp16: 0.75 becomes a number one step below, which is raised by 0.75; 1.75 and 3.5 become one two steps below, which
+// is raised by 1.75: these are back at the tie. 0.25 is one step below and raised by 0.25, 1.25, 2.5 and 5 are two
+// steps below and raised by 1.25: these stay below. Values next to a tie may go wrong. A block has one such for each
+// tie, so that it is known whether any does (factor_for_halves); then it takes the long way.
 struct CodeHalves {
   static constexpr float kFirst = 1.0f / 16384.0f;  // times a is cut off
   static constexpr float kLimit = 6.9f * kFirst;
-  static constexpr float kBelow = 1.0f - 1.0f / 2097152.0f;
+  static constexpr uint32_t kRaise = 0x14001400u;  // 2^-10, twice
 };
 
 // Two floats to fp16, towards zero.
@@ -47,44 +48,30 @@ __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_
 #endif
 }
 
-// What a factor says by its sign and its last bit. kNone: no tie that goes down is met. kOdd, kAll: where numbers are
-// raised.
-enum class Ties { kNone, kOdd, kAll };
-
-__device__ __forceinline__ Ties ties_of(float factor) {
-  if (bits_of(factor) >> 31 == 0) return Ties::kNone;
-  return bits_of(factor) % 2 == 0 ? Ties::kOdd : Ties::kAll;
-}
-
-// Raises two fp16 numbers, each to the tie above it if that is a step away. It is an addition that rounds to even, and
-// a number a step below a tie is odd, so that half a step is enough. What is added is a share of some of its own bits.
-//   kOdd: the last bit of the code below, which is 2^-15 or nothing, times 2^-9. One step below 2, half of one below 4.
-//   kAll: the code below, times 2^-10. Half a step from 0.5 on, one from 1, 2 and 4 on, one and a half from 1.5 and 3
-//     on, which raises numbers two steps below a tie as well.
-template <Ties kMost>
+// Of two fp16 numbers. factor: of their block; below zero where it can meet ties that go down.
 struct Raise {
-  uint32_t bits;
   uint32_t share;
 
-  __device__ __forceinline__ explicit Raise(float factor) : bits(0x80008000u), share(0x18001800u) {
-    if (ties_of(factor) != Ties::kNone) bits = 0x82008200u;
-    if (kMost == Ties::kAll && ties_of(factor) == Ties::kAll) bits = 0x8E008E00u, share = 0x14001400u;
-  }
+  __device__ __forceinline__ explicit Raise(float factor) : share(factor < 0.0f ? CodeHalves::kRaise : 0u) {}
+
   __device__ __forceinline__ uint32_t operator()(uint32_t numbers) const {
-    if (kMost == Ties::kNone) return numbers;
     uint32_t raised;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(raised) : "r"(numbers & bits), "r"(share), "r"(numbers));
+    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(raised) : "r"(numbers), "r"(share));
     return raised;
   }
 };
 
-// Eight bf16 values, value(i). factor: times CodeHalves::kFirst, with ties up to kMost. Nothing scales past 6.9.
-template <Ties kMost, typename Value>
+// Eight bf16 values, value(i), none of which scales past 6.9. factor: times CodeHalves::kFirst. kRaised: it may be
+// below zero.
+template <bool kRaised, typename Value>
 __device__ __forceinline__ uint32_t pack_each_by_halves(const Value& value, float factor) {
-  const Raise<kMost> raise(factor);
-  if (kMost != Ties::kNone) factor = fabsf(factor);
+  const Raise raise(factor);
+  if (kRaised) factor = fabsf(factor);
   const auto at = [&](int i) { return value(i) * factor; };
-  const auto two = [&](int i) { return raise(cut_to_halves(at(i), at(i + 2))); };
+  const auto two = [&](int i) {
+    const uint32_t numbers = cut_to_halves(at(i), at(i + 2));
+    return kRaised ? raise(numbers) : numbers;
+  };
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
@@ -92,38 +79,42 @@ __device__ __forceinline__ uint32_t pack_each_by_halves(const Value& value, floa
   return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
 }
 
-template <Ties kMost>
+template <bool kRaised>
 __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float factor) {
-  return pack_each_by_halves<kMost>([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor);
+  return pack_each_by_halves<kRaised>([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor);
 }
 
 // ---------------------------------------------------------------------------------------------- codes at random
-// A magnitude's fp16 number has nine bits behind those of its code, and its random byte is a share of what these count
-// to: encode_e2m1_stochastic adds the share, and cuts off.
-//
-// That is exact where it adds in floats, but for sums that a float rounds up to 0.5 or 1. To 1, none is: what is added
-// is below 0.5, and so the other summand is above, whose float has as many bits as the sum's. To 0.5, those are that
-// are at most 2^-26 below it: half of the last place there. Hence kNudge. A number from 0.25 on has no such sums, and
-// that it is added towards zero keeps it as it is.
-constexpr float kNudge = 0x1p-26f * CodeHalves::kFirst;
-
-// Eight bf16 values. factor: times CodeHalves::kFirst. Value i takes byte i % 4 of a word of bytes.
-__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, uint32_t first_bytes,
-                                                   uint32_t second_bytes) {
+// A fp16 number has nine bits behind those of its code, and its random byte is a share of what these count to:
+// encode_e2m1_stochastic adds the share, and cuts off. Numbers past 6 become 6, with their sign.
+__device__ __forceinline__ uint32_t up_to_six(uint32_t numbers) {
   constexpr uint32_t kSix = 0x0E000E00u;
-  const auto at = [&](int i) { return __fadd_rz(magnitude_of<bf16_t>(word, i) * factor, kNudge); };
+  uint32_t clamped;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(numbers), "r"(kSix));
+  return clamped;
+}
+
+// Eight bf16 values, value(i), which takes byte i % 4 of a word of bytes. factor: times CodeHalves::kFirst.
+template <typename Value>
+__device__ __forceinline__ uint32_t pack_each_at_random(const Value& value, float factor, uint32_t first_bytes,
+                                                        uint32_t second_bytes) {
+  const auto at = [&](int i) { return value(i) * factor; };
   // Values i and i + 2, and twice their bytes.
   const auto two = [&](int i) {
-    uint32_t numbers = cut_to_halves(at(i), at(i + 2));
-    asm("min.f16x2 %0, %1, %2;" : "=r"(numbers) : "r"(numbers), "r"(kSix));
     const uint32_t bytes = __byte_perm(i < 4 ? first_bytes : second_bytes, 0u, i % 2 == 0 ? 0x4240 : 0x4341);
-    return bytes * 2u + numbers;
+    return bytes * 2u + up_to_six(cut_to_halves(at(i), at(i + 2)));
   };
-  // Bytes of four zeros, three bits of the code, and one more.
+  // Bytes of a sign, three zeros, three bits of the code, and one more.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
-  const uint32_t codes = select(0x70707070u, seconds * kEight, firsts >> 1);
-  return (codes & 0x77777777u) | signs_of_eight(word);
+  const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight, bytes); };
+  return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
+}
+
+__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, uint32_t first_bytes,
+                                                   uint32_t second_bytes) {
+  return pack_each_at_random([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor, first_bytes,
+                             second_bytes);
 }
 
 // ---------------------------------------------------------------------------------------------- scales
@@ -132,22 +123,22 @@ __device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float f
 // value.
 __device__ __forceinline__ float factor_for_halves(float decode, float exact) {
   const auto nearest = [&](float tie) { return float_of((bits_of(tie * decode) + 0x8000u) & 0xFFFF0000u); };
-  const float low[2] = {nearest(1.0f), nearest(1.25f)};
-  if (low[0] * exact != 1.0f && low[1] * exact != 1.25f) return exact;
-  const float high[2] = {nearest(1.5f), nearest(1.75f)};
-  // fp16's numbers are 2^-10 apart, at 0.75 and at 1.25 and 1.75 alike. Raise says how far below a tie is enough.
-  constexpr float kStep = 1.0f / 1024.0f;
-  const auto right = [&](float below, bool all) {
-    return (low[0] * below >= 1.0f) == (low[0] * exact > 1.0f) &&
-           (low[1] * below >= 1.25f - (all ? kStep : 0.0f)) == (low[1] * exact > 1.25f) &&
-           (high[0] * below >= 1.5f - 2.0f * kStep) == (high[0] * exact >= 1.5f) &&
-           (high[1] * below >= 1.75f - (all ? 2.0f : 1.0f) * kStep) == (high[1] * exact >= 1.75f);
+  const float down[2] = {nearest(1.0f), nearest(1.25f)};  // 0.25, and 1.25, 2.5 and 5
+  if (down[0] * exact != 1.0f && down[1] * exact != 1.25f) return exact;
+  const float up[2] = {nearest(1.5f), nearest(1.75f)};  // 0.75, and 1.75 and 3.5
+  const auto is_right = [&](float smaller) {
+    const Raise raise(-1.0f);
+    const auto number = [&](float v, float power) { return v * smaller * (CodeHalves::kFirst * power); };
+    const uint32_t small = raise(cut_to_halves(number(down[0], 0.25f), number(up[0], 0.5f)));
+    const uint32_t large = raise(cut_to_halves(number(down[1], 1.0f), number(up[1], 1.0f)));
+    return (small % 65536u >= 0x0100u) == (down[0] * exact > 1.0f) &&
+           (small / 65536u >= 0x0300u) == (up[0] * exact >= 1.5f) &&
+           (large % 65536u >= 0x0500u) == (down[1] * exact > 1.25f) &&
+           (large / 65536u >= 0x0700u) == (up[1] * exact >= 1.75f);
   };
-  const uint32_t below = bits_of(exact * CodeHalves::kBelow);
-  const float odd = float_of(below & ~1u);
-  if (right(odd, false)) return -odd;
-  const float all = float_of(below | 1u);
-  return right(all, true) ? -all : float_of(kNanBits);
+  // The second one is for blocks that meet 0.25 alone, and have a value next to 1.25.
+  const float smaller[2] = {exact * (1.0f - 1.0f / 1024.0f), exact * (1.0f - 1.0f / 4096.0f)};
+  return is_right(smaller[0]) ? -smaller[0] : is_right(smaller[1]) ? -smaller[1] : float_of(kNanBits);
 }
 
 // What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
@@ -156,6 +147,7 @@ __device__ __forceinline__ float factor_for_halves(float decode, float exact) {
 struct PlaneScales {
   Nvfp4Global global;
   float encode;  // turns a magnitude into a scale
+  bool raises;   // some factor is below zero
   float factor[128];
 
   // By one warp. quarter: magnitudes and values are four times what they should be. kRandom: for pack_at_random.
@@ -174,6 +166,7 @@ struct PlaneScales {
     const float exact = reciprocal(decode);
     const float of_code = (kRandom ? exact : factor_for_halves(decode, exact)) * (part * CodeHalves::kFirst);
     const float from_one = far ? float_of(kNanBits) : of_code;
+    const bool any_raises = !kRandom && __any_sync(kFullWarp, from_one < 0.0f);
     const auto power = [](unsigned exponent) { return float_of((127u + exponent) << 23); };
 #pragma unroll
     for (unsigned at = 0u; at < 128u; at += 32u) factor[at + lane] = from_one * power(7u - (at + lane) / 8u);
@@ -183,26 +176,30 @@ struct PlaneScales {
     // The factor of zeros keeps all others of that code from being easy, however small.
     static_assert(kFloatMax * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
     if (lane < 8u) factor[lane] = far ? float_of(kNanBits) : lane == 0u ? kFloatMax : small;
-    if (lane == 31u) factor[127] = float_of(kNanBits);
+    if (lane == 31u) factor[127] = float_of(kNanBits), raises = any_raises;
   }
+};
+
+// The same in use: what all blocks need is in a register.
+struct HeldScales {
+  const PlaneScales& plane;
+  float encode;
+
+  __device__ __forceinline__ explicit HeldScales(const PlaneScales& of) : plane(of), encode(of.encode) {}
 };
 
 struct EasyScale {
   uint16_t code;
   float factor;
-  uint32_t largest;  // the bits of what the factor makes of amax
+  float largest;  // what the factor makes of amax
 
-  __device__ __forceinline__ EasyScale(float amax, const PlaneScales& scales)
+  __device__ __forceinline__ EasyScale(float amax, const HeldScales& scales)
       : code(static_cast<uint16_t>(convert_fp8x2<E4M3>(amax * scales.encode, 0.0f))),
-        factor(scales.factor[place(code)]),
-        largest(bits_of(amax * factor)) {}
+        factor(scales.plane.factor[place(code)]),
+        largest(amax * factor) {}
 
-  // Whether pack_by_halves can be used, for ties up to `most`. As integers, NaN and all that is below zero are past the
-  // limit.
-  __device__ __forceinline__ bool is_easy(Ties most) const {
-    if (most == Ties::kNone) return largest < bits_of(CodeHalves::kLimit);
-    return (largest & kAbsMask) < bits_of(CodeHalves::kLimit) && (most == Ties::kAll || ties_of(factor) != Ties::kAll);
-  }
+  // Whether pack_by_halves can be used. NaN is past the limit.
+  __device__ __forceinline__ bool is_easy() const { return fabsf(largest) < CodeHalves::kLimit; }
 
  private:
   // A tensor's amax below zero makes codes from 128 on; all factors are NaN then. (Of an AND that it knew, the compiler

@@ -14,7 +14,7 @@ namespace cuda {
 bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane);
 
-// Both planes, or columns alone, of any of them: launch_amax_nvfp4_norm, is_nvfp4_whole and
+// Either plane or both, where activations take few instructions: launch_amax_nvfp4_norm, is_nvfp4_whole and
 // launch_nvfp4_whole for these.
 void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out);

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
   __shared__ NvShared shared;
   __shared__ typename From::Shared for_making;
-  __shared__ Dice dice;
+  __shared__ Dice dice_of_block;
   if (is_noop(noop)) return;
   __builtin_assume(threadIdx.x < NvConfig::kThreads);
   const int line = static_cast<int>(threadIdx.x);
@@ -166,14 +166,15 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   } else if (threadIdx.x < 64) {
     if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
   }
-  if (kRandom) dice.fill(rng);
+  if (kRandom) dice_of_block.fill(rng);
   from.prepare(for_making, tile_col);
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
-  const PlaneScales& of_row = *computed_once(&shared.row);
-  const PlaneScales& of_col = *computed_once(&shared.col);
+  const Dice& dice = *computed_once(&dice_of_block);
+  const HeldScales of_row(*computed_once(&shared.row));
+  const HeldScales of_col(*computed_once(&shared.col));
   uint2 now = make_uint2(0u, 0u);
   uint2 before = now;
 #pragma unroll 1
@@ -199,36 +200,46 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
         return RowBytes(dice, line * blocks + tile_col / kBlock + lane / 2, blocks, odd);
       };
     };
-    uint32_t hard_rows = 0u;  // that are left for later
+    uint32_t hard_rows = 0u;  // whose codes are wrong: they are written again
+    const auto write_rows = [&](auto raised) {
 #pragma unroll 1
-    for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
-      if (!From::kMade && !with_rows) continue;
-      FourRows rows;
-      from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
-      if (kSquares) {
-        write_four_rows(rows, of_rows, of_row.global, to, row.data.cols);
-      } else if (with_rows &&
-                 !write_four_rows<kRandom>(rows, of_row, to, row.data.cols, row_scales, draw_of_rows(step))) {
-        hard_rows |= 1u << step;
-        if (From::kMade && !with_columns) rows.store(mine);
+      for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
+        FourRows rows;
+        from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
+        if constexpr (kSquares) {
+          write_four_rows<raised.value>(rows, of_rows, of_row.plane.global, to, row.data.cols);
+        } else if (with_rows) {
+          const ScalesOfFour scales(rows, of_row);
+          scales.write(row_scales);
+          write_four_rows<kRandom, raised.value>(rows, scales, to, row.data.cols, draw_of_rows(step));
+          if (!scales.are_easy()) hard_rows += 1u << step;
+          if (From::kMade && !with_columns && !__all_sync(kFullWarp, scales.are_easy())) rows.store(mine);
+        }
+        mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
+        to += NvWhole::kRowsAtOnce * row.data.cols;
+        row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
       }
-      mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
-      to += NvWhole::kRowsAtOnce * row.data.cols;
-      row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
-    }
+    };
+    if (From::kMade || with_rows) with_raises<kRandom>(of_row.plane, write_rows);
+    if (!kSquares) hard_rows = __reduce_or_sync(kFullWarp, hard_rows);
 #pragma unroll 1
     for (; !kSquares && hard_rows != 0u; hard_rows &= hard_rows - 1u) {
       const int step = __ffs(static_cast<int>(hard_rows)) - 1;
       FourRows rows;
       rows.load(&shared.patch[step * NvWhole::kRowsAtOnce][line]);
       to = row.data.data + (first + step * NvWhole::kRowsAtOnce) * row.data.cols + (tile_col + lane * kCols) / 2;
-      write_four_hard_rows<kRandom>(rows, of_row, to, row.data.cols, draw_of_rows(step));
+      write_four_hard_rows<kRandom>(rows, ScalesOfFour(rows, of_row), of_row.plane.global, to, row.data.cols,
+                                    draw_of_rows(step));
     }
     const auto draw_of_column = [&](unsigned column) {
       const int64_t blocks = col.data.cols / (kBlock / 2);
       return dice.draw((tile_col + lane * kCols + column) * blocks + first / kBlock, true);
     };
-    if (with_columns) write_columns<kHadamard, kCodes>(columns, of_col, of_columns, draw_of_column);
+    if (with_columns) {
+      with_raises<kRandom>(of_col.plane, [&](auto raised) {
+        write_columns<kHadamard, kCodes, raised.value>(columns, of_col, of_columns, draw_of_column);
+      });
+    }
     --left;
     show_to_copies();
     __syncthreads();

@@ -38,8 +38,8 @@ struct FromActivation {
 }  // namespace
 
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out) {
-  return goes_up_and_down(x) && x.partials == nullptr && out.col_data != nullptr &&
-         has_fast_activation(x.activation) && is_whole<FromActivation<Activation::kSilu>>(x, options, out);
+  return goes_up_and_down(x) && x.partials == nullptr && has_fast_activation(x.activation) &&
+         is_whole<FromActivation<Activation::kSilu>>(x, options, out);
 }
 
 void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, const float* amax_row,

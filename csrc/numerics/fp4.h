@@ -20,12 +20,15 @@ TED_FN uint8_t encode_e2m1(float value) {
 
 TED_FN float e2m1_step(float a) { return a < 2.0f ? 0.5f : (a < 4.0f ? 1.0f : 2.0f); }
 
-// Stochastic rounding: add random/256 of a step, then round down to the grid.
+// Stochastic rounding: add random/256 of a step, then round down to the grid. In whole 256ths of a step, so that no sum
+// is rounded; what they cut off makes no difference.
 TED_FN uint8_t encode_e2m1_stochastic(float value, uint32_t random_byte) {
   const uint32_t bits = bits_of(value);
   float a = float_of(bits & kAbsMask);
-  a = a > 6.0f ? 6.0f : a;
-  const float t = a + static_cast<float>(random_byte) * (1.0f / 256.0f) * e2m1_step(a);
+  a = a < 6.0f ? a : 6.0f;  // NaN, too
+  const float part = e2m1_step(a) * (1.0f / 256.0f);
+  const auto parts = static_cast<int32_t>(a * (a < 2.0f ? 512.0f : (a < 4.0f ? 256.0f : 128.0f)));
+  const float t = static_cast<float>(parts + static_cast<int32_t>(random_byte)) * part;
   // Number of grid points not above t; past 6 there is none, so the result saturates by itself.
   const uint32_t code = static_cast<uint32_t>(t >= 0.5f) + static_cast<uint32_t>(t >= 1.0f) +
                         static_cast<uint32_t>(t >= 1.5f) + static_cast<uint32_t>(t >= 2.0f) +

@@ -22,14 +22,17 @@ TED_FN PhiloxKey philox_key(uint64_t seed, int round) {
                     static_cast<uint32_t>(seed >> 32) + number * 0xBB67AE85u}};
 }
 
-// key(round): philox_key of a seed.
-template <typename Key>
+TED_FN uint64_t philox_product0(uint32_t word) { return static_cast<uint64_t>(0xD2511F53u) * word; }
+TED_FN uint64_t philox_product1(uint32_t word) { return static_cast<uint64_t>(0xCD9E8D57u) * word; }
+
+// key(round): philox_key of a seed. From round kFirst on.
+template <int kFirst = 0, typename Key>
 TED_FN Philox4 philox4x32(Philox4 counter, const Key& key) {
   TED_UNROLL
-  for (int round = 0; round < kPhiloxRounds; ++round) {
+  for (int round = kFirst; round < kPhiloxRounds; ++round) {
     const PhiloxKey of_round = key(round);
-    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * counter.word[0];
-    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * counter.word[2];
+    const uint64_t product0 = philox_product0(counter.word[0]);
+    const uint64_t product1 = philox_product1(counter.word[2]);
     counter = Philox4{{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ of_round.word[0],
                        static_cast<uint32_t>(product1),
                        static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ of_round.word[1],
