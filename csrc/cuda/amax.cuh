@@ -65,10 +65,14 @@ __device__ __forceinline__ void atomic_amax(float* amax, float value) {
   atomicMax(reinterpret_cast<unsigned int*>(amax), bits_of(amax_of_bits(bits_of(value))));
 }
 
-// What a block has found. One thread of it.
+// What a block has found. One thread of it. Parts are read four at a time, so that the last block's fill up the four.
 __device__ __forceinline__ void give_amax(const AmaxOut& out, float value) {
   if (out.parts == nullptr) return atomic_amax(out.amax, value);
-  out.parts[blockIdx.x] = amax_of_bits(bits_of(value));
+  const float amax = amax_of_bits(bits_of(value));
+  out.parts[blockIdx.x] = amax;
+  if (blockIdx.x + 1u != gridDim.x) return;
+  static_assert(kAmaxRoom % 4 == 0, "room for four");
+  for (unsigned i = gridDim.x; i % 4u != 0u; ++i) out.parts[i] = amax;
 }
 
 // The largest of all blocks' parts, in all lanes of a warp. All loads are on their way at once, as whoever asks waits.
@@ -85,9 +89,7 @@ __device__ __forceinline__ float amax_of_parts(const float* parts, int count) {
   uint32_t largest = 0u;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const int left = count - first - i * 128;
-    largest = max(largest, max(four[i].x, left > 1 ? four[i].y : 0u));
-    largest = max(largest, max(left > 2 ? four[i].z : 0u, left > 3 ? four[i].w : 0u));
+    largest = __vimax3_u32(__vimax3_u32(largest, four[i].x, four[i].y), four[i].z, four[i].w);
   }
   return float_of(__reduce_max_sync(kFullWarp, largest));
 }

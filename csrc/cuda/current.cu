@@ -94,7 +94,8 @@ void quantize_current(const Source& x, float* amax, float eps, bool power_of_2, 
   Source second = x;
   second.make_stats = false;
   if (!is_made(first)) check::plain(first);
-  const bool room = multiprocessors() * kMostAmaxBlocksPerSm < kAmaxRoom;
+  // For the result, too, and for what fills up the last four parts.
+  const bool room = multiprocessors() * kMostAmaxBlocksPerSm <= kAmaxRoom - 4;
   const AmaxOut out{amax, room ? amax + 1 : nullptr};
   const int parts = is_made(first) ? launch_amax_made(first, out, false, noop, lane)
                                    : launch_amax(first, out, nullptr, false, noop, lane);

@@ -48,9 +48,9 @@ struct Dice {
   alignas(16) PhiloxKey keys[kPhiloxRounds];
   alignas(16) uint32_t first_round[4];
 
-  // By the block's first threads.
+  // By one warp.
   __device__ __forceinline__ void fill(const int64_t* rng) {
-    const int round = static_cast<int>(threadIdx.x);
+    const int round = static_cast<int>(threadIdx.x % 32u);
     const auto key = [&](int of) { return philox_key(static_cast<uint64_t>(rng[0]), of); };
     if (round < kPhiloxRounds) keys[round] = key(round);
     if (round != 0) return;

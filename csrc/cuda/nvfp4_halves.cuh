@@ -10,6 +10,7 @@ namespace te_dist {
 namespace cuda {
 
 // Not known to the compiler, so that it multiplies.
+static __constant__ uint32_t kSeven = 7u;
 static __constant__ uint32_t kEight = 8u;
 
 // ---------------------------------------------------------------------------------------------- codes
@@ -85,16 +86,9 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
 }
 
 // ---------------------------------------------------------------------------------------------- codes at random
-// A fp16 number has nine bits behind those of its code, and its random byte is a share of what these count to:
-// encode_e2m1_stochastic adds the share, and cuts off. Numbers past 6 become 6, with their sign.
-__device__ __forceinline__ uint32_t up_to_six(uint32_t numbers) {
-  constexpr uint32_t kSix = 0x0E000E00u;
-  uint32_t clamped;
-  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(numbers), "r"(kSix));
-  return clamped;
-}
-
-// Eight bf16 values, value(i), which takes byte i % 4 of a word of bytes. factor: times CodeHalves::kFirst.
+// Eight bf16 values, value(i), which takes byte i % 4 of a word of bytes. A fp16 number has nine bits behind those of
+// its code, and its random byte is a share of what these count to: encode_e2m1_stochastic adds the share, and cuts off.
+// factor: times CodeHalves::kFirst.
 template <typename Value>
 __device__ __forceinline__ uint32_t pack_each_at_random(const Value& value, float factor, uint32_t first_bytes,
                                                         uint32_t second_bytes) {
@@ -102,12 +96,16 @@ __device__ __forceinline__ uint32_t pack_each_at_random(const Value& value, floa
   // Values i and i + 2, and twice their bytes.
   const auto two = [&](int i) {
     const uint32_t bytes = __byte_perm(i < 4 ? first_bytes : second_bytes, 0u, i % 2 == 0 ? 0x4240 : 0x4341);
-    return bytes * 2u + up_to_six(cut_to_halves(at(i), at(i + 2)));
+    return bytes * 2u + cut_to_halves(at(i), at(i + 2));
   };
-  // Bytes of a sign, three zeros, three bits of the code, and one more.
+  // Bytes of a sign, two zeros, four bits of the code, and one more.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
-  const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight, bytes); };
+  // A code of 8 is that of a number past 6, and becomes 7.
+  static_assert(CodeHalves::kLimit < 8.0f * CodeHalves::kFirst, "no code is above 8");
+  const auto to_upper = [](uint32_t bytes) {
+    return (bytes & 0x10101010u) * kSeven + select(0x70707070u, bytes * kEight, bytes);
+  };
   return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
 }
 

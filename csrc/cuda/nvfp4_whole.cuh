@@ -166,13 +166,13 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   } else if (threadIdx.x < 64) {
     if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
   }
-  if (kRandom) dice_of_block.fill(rng);
+  if (kRandom && threadIdx.x >= 96u) dice_of_block.fill(rng);  // by a warp that does nothing else
   from.prepare(for_making, tile_col);
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
-  const Dice& dice = *computed_once(&dice_of_block);
+  const Dice& dice = kRandom ? *computed_once(&dice_of_block) : dice_of_block;  // of no use, it takes no memory
   const HeldScales of_row(*computed_once(&shared.row));
   const HeldScales of_col(*computed_once(&shared.col));
   uint2 now = make_uint2(0u, 0u);
