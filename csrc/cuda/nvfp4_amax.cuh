@@ -106,8 +106,12 @@ class KnownAmax {
 
   // Whether either half of a word of bf16 magnitudes is above `share` of what is known.
   __device__ __forceinline__ bool is_topped_by(uint32_t magnitudes, float share) const {
-    constexpr uint32_t kMostFinite = 0x7F7Fu;
-    return Words<bf16_t>::fold(magnitudes) > min(bits_of(known() * share) >> 16, kMostFinite);
+    return is_above(magnitudes, known() * share);
+  }
+  // The same, of magnitudes that may be larger by `rest`, which is no zero.
+  __device__ __forceinline__ bool may_be_topped_by(uint32_t magnitudes, float share, float rest) const {
+    const float most = known() * share - rest;
+    return most <= 0.0f || is_above(magnitudes, most);
   }
 
   // found: the same in all lanes.
@@ -120,6 +124,12 @@ class KnownAmax {
   }
 
  private:
+  // Infinities and NaNs are above any.
+  static __device__ __forceinline__ bool is_above(uint32_t magnitudes, float most) {
+    constexpr uint32_t kMostFinite = 0x7F7Fu;
+    return Words<bf16_t>::fold(magnitudes) > min(bits_of(most) >> 16, kMostFinite);
+  }
+
   float* amax_;
   uint32_t* of_block_;
   float heard_ = 0.0f;

@@ -1,8 +1,12 @@
 // NVFP4's two global amaxes of what a norm makes, in whole tiles: 2 bytes an element. The norm's statistics are made in
 // the same launch (bands.cuh).
+//
+// Little of it is made: in bf16, two values an instruction, comes near enough to tell of most rows and columns that
+// they are below what is known already.
 #include "nvfp4_amax.cuh"
 #include "nvfp4_unwritten.cuh"
 #include "patch_source.cuh"
+#include "powers.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -11,51 +15,165 @@ namespace {
 struct NvNormAmax {
   static constexpr int kThreads = PatchConfig::kThreads;
   static constexpr int kBlocksPerSm = 4;
+  static constexpr int kRows = kBlock / 2;  // of a lane, and as many in the lane 16 apart
+  static constexpr int kFew = 4;  // eights of columns that a warp makes one after another, rather than all at once
 };
 
-// A warp takes 16 rows of a tile, and a lane four columns of them.
+// ---------------------------------------------------------------------------------------------- bounds
+// What is made, y = (x * rstd + shift) * gain + bias, and what bf16 makes of it, n, with all four rounded to bf16, are
+// apart by up to 4 |y| + 4 |bias| + 2 |shift * gain| times 2^-8, and a little more: six roundings, and their products.
+struct NormBounds {
+  // What rows may be, of a known amax, without raising it, before the rest is taken off: what 1 + 4.1 / 256 and the
+  // rounding of y leave of it.
+  static constexpr float kOfRows = 0.979f;
+  // A sum of 16: four times as much, less what four sums in bf16 may take.
+  static constexpr float kOfColumns = 3.85f;
+
+  // Of the largest magnitudes. What is too small for bf16 comes on top.
+  static __device__ __forceinline__ float rest(float shift, float gain, float bias) {
+    return bias * (4.1f / 256.0f) + shift * gain * (2.1f / 256.0f) + gain * 0x1p-112f + 0x1p-100f;
+  }
+};
+
+// n of eight columns.
+struct NormNearly {
+  uint32_t gain[4];
+  uint32_t bias[4];
+
+  static __device__ __forceinline__ uint4 eight(const RowView& from, int64_t col, float none, float more) {
+    if (from.data != nullptr && from.dtype == Float::kBF16 && more == 0.0f) return load_first<true>(from, col, 0u);
+    const float4 a = load_vector_four(from, col, none);
+    const float4 b = load_vector_four(from, col + 4, none);
+    return make_uint4(pack_bf16(a.x + more, a.y + more), pack_bf16(a.z + more, a.w + more),
+                      pack_bf16(b.x + more, b.y + more), pack_bf16(b.z + more, b.w + more));
+  }
+  __device__ __forceinline__ NormNearly(const Made& x, int64_t col) {
+    const uint4 gains = eight(x.weight, col, 1.0f, x.zero_centered ? 1.0f : 0.0f);
+    const uint4 biases = eight(x.bias, col, kNoBias, 0.0f);
+    gain[0] = gains.x, gain[1] = gains.y, gain[2] = gains.z, gain[3] = gains.w;
+    bias[0] = biases.x, bias[1] = biases.y, bias[2] = biases.z, bias[3] = biases.w;
+  }
+  // stats: a row's rstd below its shift.
+  __device__ __forceinline__ void make(uint32_t stats, uint32_t (&word)[4]) const {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 rstd, shift;\n\t"
+          "mov.b32 {low, high}, %1;\n\tmov.b32 rstd, {low, low};\n\tmov.b32 shift, {high, high};\n\t"
+          "fma.rn.bf16x2 %0, %0, rstd, shift;\n\tfma.rn.bf16x2 %0, %0, %2, %3;\n\t}"
+          : "+r"(word[w])
+          : "r"(stats), "r"(gain[w]), "r"(bias[w]));
+    }
+  }
+  static __device__ __forceinline__ float largest(const uint32_t (&of)[4]) {
+    const uint32_t pair = magnitudes(larger_pair(of[0], of[1], of[2], of[3]));
+    return float_of(max(low_float(pair), high_float(pair)));
+  }
+};
+
+// ---------------------------------------------------------------------------------------------- what is made
+template <bool kShifted>
+__device__ __forceinline__ void make_four(const RowStats& stats, bool centered, const float4& gain, const float4& bias,
+                                          uint32_t (&word)[2]) {
+  const float shift = stats.shift(centered);
+  word[0] = norm_of_word<kShifted>(word[0], stats.rstd, shift, make_float2(gain.x, gain.y),
+                                   make_float2(bias.x, bias.y));
+  word[1] = norm_of_word<kShifted>(word[1], stats.rstd, shift, make_float2(gain.z, gain.w),
+                                   make_float2(bias.z, bias.w));
+}
+
+// Of 16 rows of eight columns, in each lane four values of one row: transformed_amax. stats: of rows lane % 16.
+template <bool kShifted>
+__device__ __forceinline__ uint32_t transformed_eight(const Made& x, const RowStats& stats, int row, int col) {
+  row += static_cast<int>(threadIdx.x % 16);
+  col += static_cast<int>(threadIdx.x % 32 / 16) * 4;
+  uint32_t word[2];
+  load_words(x.data + row * x.stride + col, word);
+  make_four<kShifted>(stats, x.centered, load_four_gains(x, col), load_vector_four(x.bias, col, kNoBias), word);
+  return max(transformed_across_lanes(word[0]), transformed_across_lanes(word[1]));
+}
+
+// Of 16 rows of 128 columns, in each lane four columns: their largest, and what they are transformed.
+template <bool kShifted>
+__device__ __forceinline__ void raise_by_all(const Made& x, const RowStats& stats, int row, int col, KnownAmax& rows,
+                                             ColumnAmax& columns) {
+  col += static_cast<int>(threadIdx.x % 32 * 4);
+  const float4 gain = load_four_gains(x, col);
+  const float4 bias = load_vector_four(x.bias, col, kNoBias);
+  NvPatch<bf16_t, 2> patch;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) load_words(x.data + (row + i) * x.stride + col, patch.word[i]);
+  uint32_t row_word = 0u;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const RowStats of_row{__shfl_sync(kFullWarp, stats.mean, i), __shfl_sync(kFullWarp, stats.rstd, i)};
+    make_four<kShifted>(of_row, x.centered, gain, bias, patch.word[i]);
+    row_word = max_of_words<bf16_t>(patch.word[i], row_word);
+  }
+  const uint32_t raw = __reduce_max_sync(kFullWarp, Words<bf16_t>::fold(row_word));
+  rows.raise(Words<bf16_t>::to_float_of_raw(raw));
+  columns.raise(amax_of_columns(patch));
+}
+
+// A warp takes 16 rows of a tile, and a lane eight columns of eight of them.
 template <bool kShifted>
 __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm)
-    nvfp4_amax_norm_kernel(const __grid_constant__ Made x, AmaxOut amax_row, float* amax_col, const float* noop) {
-  __shared__ uint32_t scratch[NvNormAmax::kThreads / 32];
+    nvfp4_amax_norm_kernel(const __grid_constant__ Made x, float* amax_row, float* amax_col, const float* noop) {
+  constexpr int kRows = NvNormAmax::kRows;
+  using W = Words<bf16_t>;
   let_next_kernel_start();
   if (is_noop(noop)) return;
   const BandPiece piece =
       x.order.ordered ? band_piece(x.order, blockIdx.x) : band_tile(x.order, blockIdx.x);
   if (piece.stats) return make_band_stats(x, piece.band, piece.index);
   const NearPlace tile = place_in_band<SquareTile>(piece);
-  const int row = tile.row + static_cast<int>(threadIdx.x / 32 * kBlock);
-  const int col = tile.col + static_cast<int>(threadIdx.x % 32 * 4);
-  NvPatch<bf16_t, 2> patch;
-  const bf16_t* from = x.data + row * x.stride + col;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int first = lane / 16 * kRows;
+  const int row = tile.row + static_cast<int>(threadIdx.x / 32) * kBlock;
+  const int col = tile.col + lane % 16 * 8;
+  uint32_t word[kRows][4];
+  const bf16_t* from = x.data + (row + first) * x.stride + col;
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) load_words(from + i * x.stride, patch.word[i]);
-  const float4 gain = load_four_gains(x, col);
-  const float4 bias = load_vector_four(x.bias, col, kNoBias);
+  for (int i = 0; i < kRows; ++i) load_words<bf16_t>(from + i * x.stride, word[i]);
+  const NormNearly nearly(x, col);
   wait_for_kernel_before();
+  KnownAmax rows(amax_row, nullptr);
   ColumnAmax columns(amax_col, nullptr);
+  rows.ask_now();
   columns.ask_now();
   RowStats mine = peek_stats<kBlock>(x, row, true);
   await_stats<kBlock>(x, row, true, mine);
-  const float shift_of_mine = mine.shift(x.centered);
-  uint32_t row_word = 0u;
+  const float shift = mine.shift(x.centered);
+  const uint32_t stats = pack_bf16(mine.rstd, shift);
+  uint32_t largest = 0u;
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    const float rstd = __shfl_sync(kFullWarp, mine.rstd, i);
-    const float shift = kShifted ? __shfl_sync(kFullWarp, shift_of_mine, i) : 0.0f;
-    uint32_t(&word)[2] = patch.word[i];
-    word[0] = norm_of_word<kShifted>(word[0], rstd, shift, make_float2(gain.x, gain.y), make_float2(bias.x, bias.y));
-    word[1] = norm_of_word<kShifted>(word[1], rstd, shift, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));
-    row_word = max_of_words<bf16_t>(word, row_word);
+  for (int i = 0; i < kRows; ++i) {
+    nearly.make(__shfl_sync(kFullWarp, stats, first + i), word[i]);
+    largest = larger_pair(largest, larger_pair(word[i][0], word[i][1], word[i][2], word[i][3]));
   }
-  columns.hear();
-  const auto sums = [&](int w) {
-    return sum_of_magnitudes<kBlock>([&](int i) { return patch.word[i][w]; });
+  const auto sum = [&](int w) {
+    const uint32_t mine = sum_of_magnitudes<kRows>([&](int i) { return word[i][w]; });
+    return add_bf16(mine, __shfl_xor_sync(kFullWarp, mine, 16));
   };
-  if (columns.may_rise(Words<bf16_t>::max(sums(0), sums(1)))) {
-    columns.raise(amax_of_columns(patch));
+  const uint32_t sums = W::max(W::max(sum(0), sum(1)), W::max(sum(2), sum(3)));
+  const float most_shift = float_of(__reduce_max_sync(kFullWarp, bits_of(shift) & kAbsMask));
+  const float rest = NormBounds::rest(most_shift, nearly.largest(nearly.gain), nearly.largest(nearly.bias));
+  rows.hear();
+  columns.hear();
+  const bool rises = amax_row != nullptr && rows.may_be_topped_by(magnitudes(largest), NormBounds::kOfRows, rest);
+  const bool is_all = __any_sync(kFullWarp, rises);
+  const bool here = columns.may_be_topped_by(sums, NormBounds::kOfColumns, 16.0f * rest);
+  uint32_t rising = __ballot_sync(kFullWarp, here) & 0xFFFFu;  // both halves of the warp have the same
+  if (is_all || __popc(rising) > NvNormAmax::kFew) {
+    return raise_by_all<kShifted>(x, mine, row, tile.col, rows, columns);
   }
-  give_row_amax<bf16_t, NvNormAmax::kThreads>(row_word, amax_row, scratch);
+  if (rising == 0u) return;
+  uint32_t found = 0u;
+#pragma unroll 1
+  for (; rising != 0u; rising &= rising - 1u) {
+    const int eight = __ffs(static_cast<int>(rising)) - 1;
+    found = max(found, transformed_eight<kShifted>(x, mine, row, tile.col + eight * 8));
+  }
+  columns.raise(found);
 }
 
 }  // namespace
@@ -68,8 +186,8 @@ void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, con
     launch_amax_reset(amax_row, amax_col, noop, lane);
   }
   const auto kernel = is_shifted(x) ? nvfp4_amax_norm_kernel<true> : nvfp4_amax_norm_kernel<false>;
-  launch_close("nvfp4_amax_norm_kernel", kernel, static_cast<int>(x.pieces), NvNormAmax::kThreads, 0, lane, x,
-               AmaxOut{amax_row, nullptr}, amax_col, noop);
+  launch_close("nvfp4_amax_norm_kernel", kernel, static_cast<int>(x.pieces), NvNormAmax::kThreads, 0, lane, x, amax_row,
+               amax_col, noop);
 }
 
 }  // namespace cuda

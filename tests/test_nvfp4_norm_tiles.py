@@ -1,0 +1,228 @@
+"""NVFP4's amaxes of a norm, tile by tile, of which most is not made (csrc/cuda/nvfp4_amax_norm.cu): those of the CPU's
+kernels, for matrices that leave the bounds little room."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import QUANTIZERS, assert_equal_with_nan, assert_same_bytes, varied
+from test_blocks_that_stay import multiprocessors
+from test_nvfp4_column_amax import aligned_columns, signs_of_rows
+from test_nvfp4_norm_rows import next_below, number
+from torch import Tensor
+
+from te_dist import kernels
+from te_dist.producers import NormOutput
+
+pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
+SOURCE = "nvfp4_amax_norm.cu"
+
+
+# ---------------------------------------------------------------------------------------------- bounds
+def fma_bf16(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Rounded once: a product of two bf16 numbers is a double, and so is its sum with one that is not far from it."""
+    return (a.double() * b.double() + c.double()).bfloat16()
+
+
+def nearly(x: Tensor, rstd: Tensor, shift: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """What the kernel makes in bf16."""
+    normalized = fma_bf16(x, rstd.bfloat16(), shift.bfloat16())
+    return fma_bf16(normalized, gain.bfloat16(), bias.bfloat16()).abs()
+
+
+def sum_of_sixteen(n: Tensor) -> Tensor:
+    while n.shape[0] > 1:
+        n = n[0::2] + n[1::2]
+    return n[0]
+
+
+def rest(shift: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    of_bias, of_shift, of_gain, least = number(
+        SOURCE,
+        r"return bias \* \(([0-9.]+)f / 256.0f\) \+ shift \* gain \* \(([0-9.]+)f / 256.0f\) "
+        r"\+ gain \* 0x1p(-\d+)f \+ 0x1p(-\d+)f;",
+    )
+    gain, bias = gain.bfloat16().float().abs(), bias.bfloat16().float().abs()
+    return bias * of_bias / 256 + shift.abs().amax(0) * gain * of_shift / 256 + gain * 2.0**of_gain + 2.0**least
+
+
+def is_left_out(n: Tensor, known: Tensor, share: float, rest: Tensor) -> Tensor:
+    most = known.float() * torch.tensor(share) - rest
+    return (most > 0) & (n.view(torch.int16).int() <= (most.view(torch.int32) >> 16).clamp(max=0x7F7F))
+
+
+def test_nothing_is_left_out_that_would_raise_an_amax() -> None:
+    """With the next smaller amax known already, which is the closest case. Columns have statistics of their own, so
+    that many are tried."""
+    (of_rows,) = number(SOURCE, r"kOfRows = ([0-9.]+)f;")
+    (of_columns,) = number(SOURCE, r"kOfColumns = ([0-9.]+)f;")
+    generator = torch.Generator().manual_seed(0)
+    count = 100_000
+    signs = signs_of_rows(True)[:, None]
+
+    def between(low: float, high: float, *shape: int) -> Tensor:
+        return low + torch.rand(shape, generator=generator) * (high - low)
+
+    closest = {"row": 0.0, "column": 0.0}
+    for means, biases, size in ((0, 0, 1.0), (0, 1, 1.0), (1, 0, 1.0), (8, 1, 2.0**-30), (40, 40, 2.0**30)):
+        for spread in (0.0, 0.2, 3.0):
+            mean = between(-1, 1, 1, count) * means
+            # What is made shall have the signs that add up.
+            wanted = signs * 2.0 ** (torch.randn(16, count, generator=generator) * spread)
+            rstd = between(0.5, 2.0, 1, count) / size
+            gain = between(0.5, 2.0, count)
+            bias = between(-1, 1, count) * biases
+            x = (((wanted - bias) / gain + mean) / rstd).bfloat16()
+            shift = -mean
+            made = ((x.float() * rstd + shift) * gain + bias).bfloat16()
+            n = nearly(x, rstd, shift, gain, bias)
+            slack = rest(shift, gain, bias)
+            row, largest = made.abs().amax(0), n.amax(0)
+            column = ((made.float() * signs).sum(0).abs() * 0.25).bfloat16()
+            sums = sum_of_sixteen(n)
+            what = f"means {means}, biases {biases}, size {size}, spread {spread}"
+            assert not is_left_out(largest, next_below(row), of_rows, slack).any(), what
+            assert not is_left_out(sums, next_below(column), of_columns, 16 * slack).any(), what
+            closest["row"] = max(closest["row"], (row.float() / (largest.float() + slack)).max().item())
+            closest["column"] = max(closest["column"], (column.float() * 4 / (sums.float() + 16 * slack)).max().item())
+            if means + biases == 0:  # those that are far below are not made
+                assert is_left_out(largest, row * 1.1, of_rows, slack).all(), what
+                assert is_left_out(sums, (sums.float() / 4 * 1.1).bfloat16(), of_columns, 16 * slack).all(), what
+    assert closest["row"] > 1.008 and closest["column"] > 1.005, closest  # the allowances are needed
+
+
+# ---------------------------------------------------------------------------------------------- kernel
+PLANES = {"both": {}, "column": {"rowwise": False}}
+
+
+def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, centered: bool, zero_centered: bool) -> NormOutput:
+    mean = torch.empty(x.shape[0], device=x.device) if centered else None
+    rstd = torch.empty(x.shape[0], device=x.device)
+    return NormOutput(x, gain, bias, mean, rstd, eps=eps, zero_centered=zero_centered)
+
+
+def check(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    planes: str = "both",
+    centered: bool = True,
+    zero_centered: bool = False,
+    what: str = "",
+) -> None:
+    quantizer = QUANTIZERS["nvfp4_rht"](**PLANES[planes])
+    expected = norm(x, gain, bias, eps, centered, zero_centered)
+    storage = quantizer.quantize_produced(expected, x.shape)
+    there = None if bias is None else bias.cuda()
+    for most in (1, 12):  # multiprocessors that the order of work is laid out for
+        with multiprocessors(most):
+            actual = norm(x.cuda(), gain.cuda(), there, eps, centered, zero_centered)
+            mine = quantizer.quantize_produced(actual, x.shape)
+        assert_equal_with_nan(actual.rstd.cpu(), expected.rstd, f"{what} rstd on {most}")
+        assert mine.inner_names() == storage.inner_names()
+        for name in storage.inner_names():
+            same = assert_equal_with_nan if "amax" in name else assert_same_bytes
+            same(getattr(mine, name).cpu(), getattr(storage, name), f"{what} {name} on {most}")
+
+
+def ones(cols: int) -> Tensor:
+    return torch.ones(cols)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("planes", PLANES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_kinds_of_gains_and_biases(dtype: torch.dtype, planes: str) -> None:
+    for cols in (128, 640, 4224):
+        x = varied((256, cols), torch.bfloat16)
+        gain, bias = varied((2, cols), dtype, 1)
+        for centered in (True, False):
+            for zero_centered in (False, True):
+                for there in (bias, None):
+                    what = f"{cols} {centered} {zero_centered} {there is None}"
+                    check(x, gain, there, planes=planes, centered=centered, zero_centered=zero_centered, what=what)
+
+
+@pytest.mark.cuda
+def test_means_and_biases_of_all_sizes() -> None:
+    """Those that are far larger than what is made leave nothing to be bounded."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 1024, generator=generator)
+    for most in (1, 30, 1000):
+        means = torch.randn(256, 1, generator=generator) * most
+        check((x + means).bfloat16(), ones(1024), what=f"means up to {most}")
+        bias = torch.randn(1024, generator=generator) * most
+        check(x.bfloat16(), ones(1024), bias, what=f"biases up to {most}")
+        check((x + means).bfloat16(), torch.randn(1024, generator=generator), bias, what=f"both up to {most}")
+    # One bias that is the amax, but for what cancels it.
+    bias = torch.zeros(1024)
+    bias[700] = -6.0
+    x[130, 700] = 6.0
+    check(x.bfloat16(), ones(1024), bias, what="a bias and a value that cancel")
+
+
+@pytest.mark.cuda
+def test_columns_that_are_almost_alike() -> None:
+    """Everywhere columns that could be the largest, and one that is, by less than sums in bf16 can tell."""
+    generator = torch.Generator().manual_seed(3)
+    magnitudes = torch.rand(16, 1024, generator=generator) * 0.03 + 1
+    for place in ((0, 0), (15, 1023), (9, 777)):
+        magnitudes[place] = 1.04
+        check(aligned_columns(magnitudes.repeat_interleave(16, 0), True), ones(1024), what=str(place))
+        magnitudes[place] = 1.0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_largest_of_few_and_of_many(centered: bool) -> None:
+    """One eight of a warp's columns may raise what is known, or more than it takes one by one; by values or by sums."""
+    generator = torch.Generator().manual_seed(4)
+    for count in (1, 2, 7, 40, 640):
+        x = torch.randn(256, 640, generator=generator) * 0.1
+        where = torch.randperm(640, generator=generator)[:count]
+        x[200, where] = 3 + torch.rand(count, generator=generator)
+        check(x.bfloat16(), ones(640), centered=centered, what=f"values of {count}")
+        x[192:208, where] = torch.rand(16, count, generator=generator) + 2
+        aligned = aligned_columns(x.abs(), True)
+        for planes in PLANES:
+            check(aligned, ones(640), planes=planes, centered=centered, what=f"sums of {count}")
+
+
+@pytest.mark.cuda
+def test_rows_and_gains_of_all_sizes() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(256, 640, generator=generator)
+    sizes = torch.randint(-30, 30, (256, 1), generator=generator).float().exp2()
+    for eps in (1e-5, 0.0):
+        check((x * sizes).bfloat16(), ones(640), eps=eps, what=f"rows, eps {eps}")
+    for most in (4, 40, 120):
+        gain = torch.randint(-most, most, (640,), generator=generator).float().exp2()
+        gain *= torch.randn(640, generator=generator)
+        check(x.bfloat16(), gain, what=f"gains up to 2^{most}")
+        check(x.bfloat16(), gain, gain.flip(0), what=f"gains and biases up to 2^{most}")
+    check(x.bfloat16(), torch.zeros(640), what="no gains")
+    for exponent in (-90, -120, -132, -140):  # too small for bounds in bf16
+        check(x.bfloat16(), ones(640) * 2.0**exponent, what=f"gains of 2^{exponent}")
+    # The smallest number of all: in bf16 it becomes nothing, but for the gain it would be the largest.
+    small, gain = x * 4, ones(640) * 2.0**-90
+    small[:, 300] = 0.0
+    small[200, 300] = 2.0**-133
+    gain[300] = 2.0**100
+    check(small.bfloat16(), gain, centered=False, what="a large gain of a small value")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**127, 2.0**-133, 0.0])
+def test_special_values(value: float) -> None:
+    for others in (0.0, 1.0, 2.0**-133):
+        for eps in (0.0, 1e-5):
+            x = torch.full((128, 640), others).bfloat16()
+            x[77, 400] = value
+            check(x, ones(640), eps=eps, what=f"{value} among {others}, eps {eps}")
+    vector = ones(640)
+    vector[-1] = value
+    x = varied((128, 640), torch.bfloat16)
+    check(x, vector, what=f"a gain of {value}")
+    check(x, ones(640), vector, what=f"a bias of {value}")
