@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extensi
 # To a sum of four rows each, half of its last place is added, and as much to the sum of these: all of that is lost.
 LOST = (torch.tensor([1.0, *3 * [2.0**-8]])[:, None] * torch.tensor([1.0, 2.0**-8, 2.0**-9, 2.0**-9])).reshape(16, 1)
 SOURCES = Path(__file__).parent.parent / "csrc/cuda"
+SANITIZED = "TE_DIST_TEST_SHARE" in os.environ  # under racecheck, a matrix takes seconds: fewer of the same kind
 
 
 # ---------------------------------------------------------------------------------------------- bounds
@@ -138,7 +139,7 @@ def check(
     expected = norm(x, gain, eps, zero_centered)
     storage = quantizer.quantize_produced(expected, x.shape)
     on_gpu = x.new_empty(0, device="cuda").set_(x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride())
-    for most in (1, 12):
+    for most in (12,) if SANITIZED else (1, 12):
         with multiprocessors(most):
             actual = norm(on_gpu, gain.cuda(), eps, zero_centered)
             mine = quantizer.quantize_produced(actual, x.shape)
@@ -160,7 +161,7 @@ def has_room() -> bool:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif("TE_DIST_TEST_SHARE" in os.environ, reason="a sanitizer leaves no room for a profiler")
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer leaves no room for a profiler")
 def test_it_is_this_kernel() -> None:
     if not has_room():
         pytest.skip("this GPU has no clusters, or too little shared memory for three stages, and makes tiles")
@@ -183,7 +184,7 @@ def test_it_is_this_kernel() -> None:
 def test_all_kinds_of_gains_and_rows(dtype: torch.dtype, planes: str) -> None:
     """Rows may be a part of longer ones."""
     for zero_centered in (False, True):
-        for cols in (8192, 7168, 4608):
+        for cols in (4608,) if SANITIZED else (8192, 7168, 4608):
             wide = varied((256, cols + 136), torch.bfloat16)
             gain = varied((1, cols), dtype, 1)[0]
             for x in (wide[:, :cols].contiguous(), wide[:, 8 : cols + 8]):
