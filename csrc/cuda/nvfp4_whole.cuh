@@ -111,7 +111,8 @@ struct AsItIs {
   static constexpr bool kMade = false;
   struct Shared {};
 
-  __device__ __forceinline__ void prepare(Shared&, int64_t) const {}
+  // By one warp.
+  __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
   // Four rows of the matrix, from `row` on, of which `mine` is the thread's part. What is made goes there if kept.
   __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const uint4* mine, bool /*kept*/,
                                        FourRows& rows) const {
@@ -145,7 +146,10 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const int64_t tile_col = static_cast<int64_t>(order.col()) * kTile;
   int64_t tile_row = static_cast<int64_t>(order.row()) * kTile;
   int64_t first = tile_row + group * kBlock;
-  const bool asks = threadIdx.x == 64u;  // of a warp that fills no table
+  // What a warp does before the first tile. Duties move on from block to block, as a warp's number says which of four
+  // schedulers it has: one that always filled tables would be the last to end.
+  const unsigned duty = (threadIdx.x / 32u + blockIdx.x + blockIdx.x / 128u) % 4u;
+  const bool asks = duty == 2u && threadIdx.x % 32u == 0u;
   if (asks) {
     shared.arrival.init();
     if (written) wait_for_kernel_before();
@@ -161,13 +165,14 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     if (blockIdx.x == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
     return amax;
   };
-  if (threadIdx.x < 32) {
+  if (duty == 0u) {
     if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
-  } else if (threadIdx.x < 64) {
+  } else if (duty == 1u) {
     if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+  } else if (duty == 3u) {
+    if (kRandom) dice_of_block.fill(rng);
+    from.prepare(for_making, tile_col);
   }
-  if (kRandom && threadIdx.x >= 96u) dice_of_block.fill(rng);  // by a warp that does nothing else
-  from.prepare(for_making, tile_col);
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
