@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,27 @@ def test_no_small_product_is_left_out_that_would_raise_an_amax() -> None:
 PLANES = {"both": {}, "column": {"rowwise": False}}
 
 
+def assert_cpu_finds_the_same(
+    make: Callable[[Tensor, Callable[[Tensor], Tensor]], NormOutput], x: Tensor, planes: str, what: str
+) -> None:
+    """Statistics, amaxes and codes. make(x, on): the norm; on(vector): one of its vectors, where x is."""
+    quantizer = QUANTIZERS["nvfp4_rht"](**PLANES[planes])
+    expected = make(x, lambda vector: vector)
+    storage = quantizer.quantize_produced(expected, x.shape)
+    on_gpu = x.new_empty(0, device="cuda").set_(x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride())
+    for most in (12,) if SANITIZED else (1, 12):  # multiprocessors that work is laid out for
+        with multiprocessors(most):
+            actual = make(on_gpu, Tensor.cuda)
+            mine = quantizer.quantize_produced(actual, x.shape)
+        assert_equal_with_nan(actual.rstd.cpu(), expected.rstd, f"{what} rstd on {most}")
+        if expected.mean is not None and actual.mean is not None:
+            assert_equal_with_nan(actual.mean.cpu(), expected.mean, f"{what} mean on {most}")
+        assert mine.inner_names() == storage.inner_names()
+        for name in storage.inner_names():
+            same = assert_equal_with_nan if "amax" in name else assert_same_bytes
+            same(getattr(mine, name).cpu(), getattr(storage, name), f"{what} {name} on {most}")
+
+
 def norm(x: Tensor, gain: Tensor, eps: float, zero_centered: bool = False) -> NormOutput:
     rstd = torch.empty(x.shape[0], device=x.device)
     return NormOutput(x, gain, None, None, rstd, eps=eps, zero_centered=zero_centered)
@@ -135,19 +157,7 @@ def check(
     x: Tensor, gain: Tensor, eps: float = 1e-5, *, planes: str = "both", zero_centered: bool = False, what: str = ""
 ) -> None:
     """On as few multiprocessors as one cluster needs, so that few rows are enough, and some more."""
-    quantizer = QUANTIZERS["nvfp4_rht"](**PLANES[planes])
-    expected = norm(x, gain, eps, zero_centered)
-    storage = quantizer.quantize_produced(expected, x.shape)
-    on_gpu = x.new_empty(0, device="cuda").set_(x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride())
-    for most in (12,) if SANITIZED else (1, 12):
-        with multiprocessors(most):
-            actual = norm(on_gpu, gain.cuda(), eps, zero_centered)
-            mine = quantizer.quantize_produced(actual, x.shape)
-        assert_equal_with_nan(actual.rstd.cpu(), expected.rstd, f"{what} rstd on {most}")
-        assert mine.inner_names() == storage.inner_names()
-        for name in storage.inner_names():
-            same = assert_equal_with_nan if "amax" in name else assert_same_bytes
-            same(getattr(mine, name).cpu(), getattr(storage, name), f"{what} {name} on {most}")
+    assert_cpu_finds_the_same(lambda x, on: norm(x, on(gain), eps, zero_centered), x, planes, what)
 
 
 def ones(cols: int) -> Tensor:

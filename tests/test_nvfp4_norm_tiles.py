@@ -3,12 +3,13 @@ kernels, for matrices that leave the bounds little room."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from cases import QUANTIZERS, assert_equal_with_nan, assert_same_bytes, varied
-from test_blocks_that_stay import multiprocessors
+from cases import varied
 from test_nvfp4_column_amax import aligned_columns, signs_of_rows
-from test_nvfp4_norm_rows import SANITIZED, next_below, number
+from test_nvfp4_norm_rows import PLANES, assert_cpu_finds_the_same, next_below, number, ones
 from torch import Tensor
 
 from te_dist import kernels
@@ -92,15 +93,6 @@ def test_nothing_is_left_out_that_would_raise_an_amax() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- kernel
-PLANES = {"both": {}, "column": {"rowwise": False}}
-
-
-def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, centered: bool, zero_centered: bool) -> NormOutput:
-    mean = torch.empty(x.shape[0], device=x.device) if centered else None
-    rstd = torch.empty(x.shape[0], device=x.device)
-    return NormOutput(x, gain, bias, mean, rstd, eps=eps, zero_centered=zero_centered)
-
-
 def check(
     x: Tensor,
     gain: Tensor,
@@ -112,23 +104,13 @@ def check(
     zero_centered: bool = False,
     what: str = "",
 ) -> None:
-    quantizer = QUANTIZERS["nvfp4_rht"](**PLANES[planes])
-    expected = norm(x, gain, bias, eps, centered, zero_centered)
-    storage = quantizer.quantize_produced(expected, x.shape)
-    there = None if bias is None else bias.cuda()
-    for most in (12,) if SANITIZED else (1, 12):  # multiprocessors that the order of work is laid out for
-        with multiprocessors(most):
-            actual = norm(x.cuda(), gain.cuda(), there, eps, centered, zero_centered)
-            mine = quantizer.quantize_produced(actual, x.shape)
-        assert_equal_with_nan(actual.rstd.cpu(), expected.rstd, f"{what} rstd on {most}")
-        assert mine.inner_names() == storage.inner_names()
-        for name in storage.inner_names():
-            same = assert_equal_with_nan if "amax" in name else assert_same_bytes
-            same(getattr(mine, name).cpu(), getattr(storage, name), f"{what} {name} on {most}")
+    def norm(x: Tensor, on: Callable[[Tensor], Tensor]) -> NormOutput:
+        mean = torch.empty(x.shape[0], device=x.device) if centered else None
+        rstd = torch.empty(x.shape[0], device=x.device)
+        there = None if bias is None else on(bias)
+        return NormOutput(x, on(gain), there, mean, rstd, eps=eps, zero_centered=zero_centered)
 
-
-def ones(cols: int) -> Tensor:
-    return torch.ones(cols)
+    assert_cpu_finds_the_same(norm, x, planes, what)
 
 
 @pytest.mark.cuda

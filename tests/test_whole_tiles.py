@@ -165,22 +165,47 @@ def test_nvfp4_ties_need_no_long_way() -> None:
 
 
 def test_nvfp4_codes_at_random() -> None:
-    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off."""
+    """The arithmetic of pack_at_random: fp16 numbers take random bits behind those of the code, and are cut off. Codes
+    of numbers past 6 may become 8, which is to be 7."""
     shares = torch.arange(1, 512).float() / 512  # 0.5 less the share of a random byte, and more
     near = torch.arange(-40, 41, dtype=torch.int32)
     values = [(shares * factor).view(torch.int32)[:, None].add(near).view(torch.float32) for factor in (1, 2, 4, 13)]
     values = torch.cat([v.flatten() for v in values] + [torch.linspace(0, 6.9, 4001), 2.0 ** torch.arange(-40, -8)])
-    bits = bits_as_halves(values).clamp(max=7 * 512)
-    rounded_up = 0
+    values = values[values < 6.9]  # CodeHalves::kLimit
+    bits = bits_as_halves(values)
+    rounded_up = past_six = 0
     for byte in range(256):
         expected = reference.encode_e2m1_stochastic(values, torch.full_like(values, byte)).int()
-        assert torch.equal((bits + 2 * byte) // 512, expected), f"random byte {byte}"
+        codes = (bits + 2 * byte) // 512
+        past_six = max(past_six, int(codes.max()))
+        assert torch.equal(codes.clamp(max=7), expected), f"random byte {byte}"
         # The definition: what is at most the sum, which float64 does not round up to any of these values' steps.
         small = values < 2
         exact = ((values.double() + byte / 512) * 2).floor().int()
         assert torch.equal(exact[small], expected[small]), f"random byte {byte}"
         rounded_up += int((((values + byte / 512) * 2).floor().int() != exact)[small].sum())
     assert rounded_up > 100  # float32 would
+    assert past_six == 8
+
+
+@pytest.mark.parametrize("name", ["current_e4m3", "nvfp4", "nvfp4_rht"])
+def test_whatever_lay_where_amaxes_are_found(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory for parts of an amax, a block's each, comes as it is; here, as NaNs. Any number of blocks."""
+    quantizer = QUANTIZERS[name]()
+    matrices = [matrix(rows, cols, torch.bfloat16) for rows in range(128, 1024, 128) for cols in (128, 2048)]
+    expected = [quantizer.quantize(x) for x in matrices]
+    used = 0
+
+    def of_nans(where: torch.device, count: int = 1) -> Tensor:
+        nonlocal used
+        used += 1
+        return kernels.amax_scratch(where, count).fill_(float("nan"))
+
+    for module in (kernels.per_tensor, kernels.nvfp4):
+        monkeypatch.setattr(module, "amax_scratch", of_nans)
+    for x, storage in zip(matrices, expected, strict=True):
+        assert_same_storage(quantizer.quantize(x.to(device)), storage, str(x.shape))
+    assert used == len(matrices)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_rht_plain_signs", "nvfp4_stochastic"])
