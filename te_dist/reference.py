@@ -289,19 +289,40 @@ def _multiply_32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
-def philox(rng_state: Tensor, block: Tensor, columnwise: bool) -> Tensor:
-    """Philox4x32-10: 16 random bytes for each block index, [blocks, 16]; rng_state is int64 (seed, offset)."""
+def philox(rng_state: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Philox4x32-10: four random words, [..., 4], for each pair of counter words; rng_state is int64 (seed, offset)."""
     mask = 0xFFFFFFFF
-    top = (1 << 31) if columnwise else 0
     seed, offset = rng_state[0], rng_state[1]
-    c = [block & mask, (block >> 32) | top] + [word.expand_as(block) for word in (offset & mask, (offset >> 32) & mask)]
+    first, second = torch.broadcast_tensors(first, second)
+    c = [first, second] + [word.expand_as(first) for word in (offset & mask, (offset >> 32) & mask)]
     key0, key1 = seed & mask, (seed >> 32) & mask
     for _ in range(10):
         high0, low0 = _multiply_32(c[0], 0xD2511F53)
         high1, low1 = _multiply_32(c[2], 0xCD9E8D57)
         c = [high1 ^ c[1] ^ key0, low1, high0 ^ c[3] ^ key1, low0]
         key0, key1 = (key0 + 0x9E3779B9) & mask, (key1 + 0xBB67AE85) & mask
-    return torch.stack([(word >> shift) & 0xFF for word in c for shift in (0, 8, 16, 24)], dim=-1)
+    return torch.stack(c, dim=-1)
+
+
+def random_bytes(rng_state: Tensor, lines: int, blocks: int, columnwise: bool) -> Tensor:
+    """The random bytes of a plane, [lines, 16 * blocks]. Byte j of a block is byte j of its place XORed with byte
+    j / 2 % 2 of its line; both are other ones in every tile of 128 lines and 8 blocks. csrc/numerics/philox.h says what
+    is independent of what.
+    """
+
+    def count(size: int, by: int) -> Tensor:
+        return torch.arange(ceil_div(size, by), device=rng_state.device)
+
+    def bytes_of(words: Tensor) -> Tensor:
+        return torch.stack([(words >> shift) & 0xFF for shift in (0, 8, 16, 24)], dim=-1)
+
+    plane, of_lines = (1 << 31 if columnwise else 0), 1 << 30
+    line, block = count(lines, 1), count(blocks, 1)
+    drawn = bytes_of(philox(rng_state, count(lines, 8)[:, None], count(blocks, 8) | plane | of_lines))
+    line_bytes = drawn.flatten(2).unflatten(2, (8, 2)).transpose(1, 2).flatten(0, 1)[:lines]  # [lines, tiles, 2]
+    line_bytes = line_bytes.repeat_interleave(2, -1).repeat(1, 1, 4)
+    place_bytes = bytes_of(philox(rng_state, block, count(lines, 128)[:, None] | plane)).flatten(2)
+    return (line_bytes[:, block // 8] ^ place_bytes[line // 128]).flatten(1)
 
 
 def _butterfly(v: Tensor) -> Tensor:
@@ -364,10 +385,8 @@ def _nvfp4_plane(
     if rng_state is None:
         code = encode_e2m1(scaled)
     else:
-        blocks = torch.arange(rows * ceil_div(cols, size), device=x.device)
-        random = philox(rng_state, blocks, columnwise)
-        random = random.view(rows, ceil_div(cols, size) * size)[:, :cols]
-        code = encode_e2m1_stochastic(scaled, random)
+        random = random_bytes(rng_state, rows, ceil_div(cols, size), columnwise)
+        code = encode_e2m1_stochastic(scaled, random[:, :cols])
     return code, scale.repeat_interleave(tile[0], 0)[:rows]
 
 

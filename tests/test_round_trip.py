@@ -96,20 +96,13 @@ def test_stochastic_rounding_without_a_state_follows_torchs_generator() -> None:
     assert torch.equal(first, again) and not torch.equal(first, second)
 
 
-def test_the_two_planes_draw_different_bits() -> None:
-    bits = [reference.philox(torch.tensor([3, 4]), torch.arange(64), columnwise) for columnwise in (False, True)]
-    assert not torch.equal(*bits)
-    assert abs(bits[0].double().mean().item() - 127.5) < 5 and bits[0].unique().numel() > 200
-
-
 def test_philox_is_the_published_one() -> None:
     """Known answer of Random123's Philox4x32-10: counter and key of all ones, and of all zeros."""
-    ones = reference.philox(torch.tensor([-1, -1]), torch.tensor([2**63 - 1]), True)  # the plane bit is the last one
-    words = [sum(int(ones[0, 4 * i + j]) << (8 * j) for j in range(4)) for i in range(4)]
-    assert words == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    zeros = reference.philox(torch.tensor([0, 0]), torch.tensor([0]), False)
-    words = [sum(int(zeros[0, 4 * i + j]) << (8 * j) for j in range(4)) for i in range(4)]
-    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = torch.tensor([0xFFFFFFFF])
+    words = reference.philox(torch.tensor([-1, -1]), ones, ones)
+    assert words.tolist() == [[0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]]
+    words = reference.philox(torch.tensor([0, 0]), torch.tensor([0]), torch.tensor([0]))
+    assert words.tolist() == [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]]
 
 
 @pytest.mark.parametrize("dim", [1, 2])

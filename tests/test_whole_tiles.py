@@ -215,6 +215,19 @@ def test_nvfp4(name: str, planes: str, device: str) -> None:
         check_against_reference(QUANTIZERS[name], x, planes, device, f"{name} {label}")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_stochastic"])
+@pytest.mark.parametrize("planes", PLANES)
+def test_nvfp4_by_tall_blocks(name: str, planes: str) -> None:
+    """Blocks of threads that take two tiles, one below the other, which are other ones on each number of
+    multiprocessors, and blocks that take one."""
+    for rows, cols in ((512, 640), (1536, 384), (640, 1024)):
+        x = matrix(rows, cols, torch.bfloat16)
+        for most in (1, 2, 3):
+            with multiprocessors(most):
+                check_against_reference(QUANTIZERS[name], x, planes, "cuda", f"{name} {rows} x {cols} on {most}")
+
+
 # How values become codes: transformed columns, square blocks, at random.
 CODES = {
     "plain": (False, False, False),
@@ -462,8 +475,8 @@ SIZED: dict[str, Callable[[Tensor, Tensor], Producer]] = {
 def test_nvfp4_blocks_of_all_sizes(planes: str, what: str, name: str) -> None:
     """Blocks too small for a scale, but not zero, wait until the others of their tile are done: in the only tile of a
     block of threads, and in both of a tall one."""
-    x = matrix(512, 512, torch.bfloat16)
-    sizes = 2.0 ** (torch.arange(512) // 16 * 7 % 32 * 2.0 - 50)
+    x = matrix(512, 640, torch.bfloat16)
+    sizes = 2.0 ** (torch.arange(640) // 16 * 7 % 32 * 2.0 - 50)
     sizes[::3] *= -1  # all codes of a block without a scale are sixes; signs tell what is made from what it is made of
     rowwise, columnwise = PLANES[planes]
     with te_dist.use_backend("reference"):

@@ -75,16 +75,17 @@ TED_FN void scales_of(const float* __restrict amax, const Nvfp4Global& global, u
   }
 }
 
-using Words = uint32_t[4][kTile];
+static_assert(kTile == RandomPlane::kLines && kBlocks == RandomPlane::kBlocks, "a strip is in one random tile");
 
-// The random words of kTile blocks: runs of `run` consecutive block numbers, the runs `step` apart.
-TED_FN void draw(const Nvfp4Job& job, bool columnwise, int64_t first, int64_t step, int64_t run,
-                 Words& words) {
-  for (int64_t i = 0; i < kTile; ++i) {
-    const int64_t block = first + i / run * step + i % run;
-    const Philox4 bytes = random_bytes(job.seed, job.offset, static_cast<uint64_t>(block), columnwise);
-    TED_UNROLL
-    for (int w = 0; w < 4; ++w) words[w][i] = bytes.word[w];
+TED_FN RandomPlane random_plane(const Nvfp4Job& job, bool columnwise) {
+  return RandomPlane{job.seed, job.offset, columnwise};
+}
+
+// Of `count` lines, a multiple of eight.
+TED_FN void draw_lines(const RandomPlane& plane, int64_t line, int64_t block, int64_t count, uint32_t* words) {
+  for (int64_t i = 0; i < count; i += RandomPlane::kLinesOfDraw) {
+    const Philox4 drawn = random_of_lines(plane, line + i, block);
+    for (int k = 0; k < RandomPlane::kLinesOfDraw; ++k) words[i + k] = word_of_line(drawn, k);
   }
 }
 
@@ -127,20 +128,23 @@ void rows_of_strip(const Nvfp4Job& job, TileRows<T> x, int64_t m, int64_t k, int
   for (int64_t i = 0; i < kStripBlocks; ++i) amax[i] = Magnitude<T>::widen(magnitude[i]);
   scales_of(amax, job.row_global, scale, factor);
 
-  alignas(64) uint32_t random[kStripBlocks][4];
+  alignas(64) uint32_t random[kBlock][kBlocks * 4];
   if (kStochastic) {
-    Words words;
-    const int64_t per_row = ceil_div(job.x.cols, kBlock);
-    draw(job, false, m * per_row + k / kBlock, per_row, kBlocks, words);
-    for (int64_t i = 0; i < kStripBlocks; ++i) {
-      for (int w = 0; w < 4; ++w) random[i][w] = words[w][i];
+    const RandomPlane plane = random_plane(job, false);
+    uint32_t of_line[kBlock];
+    draw_lines(plane, m, k / kBlock, kBlock, of_line);
+    for (int64_t b = 0; b < kBlocks; ++b) {
+      const Philox4 of_place = random_of_place(plane, m, k / kBlock + b);
+      for (int64_t r = 0; r < kBlock; ++r) {
+        for (int w = 0; w < 4; ++w) random[r][4 * b + w] = of_place.word[w] ^ of_line[r];
+      }
     }
   }
   const int64_t blocks = ceil_div(width, kBlock);
   for (int64_t r = 0; r < height; ++r) {
     __builtin_memcpy(job.row_scale + (m + r) * job.row_pitch + k / kBlock, scale + r * kBlocks, blocks);
     // Little-endian words: the bytes in memory are the bytes in order.
-    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(random[r * kBlocks]);
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(random[r]);
     encode_row<kStochastic>(x[r], factor + r * kBlocks, bytes, width,
                             job.row + ((m + r) * job.x.cols + k) / 2);
   }
@@ -173,16 +177,18 @@ void columns_of_strip(const Nvfp4Job& job, TileRows<T> x, int64_t m, int64_t k, 
   scales_of(amax, job.col_global, scale, factor);
   for (int64_t c = 0; c < width; ++c) job.col_scale[(k + c) * job.col_pitch + m / kBlock] = scale[c];
 
-  alignas(64) Words words;
+  alignas(64) uint32_t of_line[kTile];
+  Philox4 of_place{};
   if (kStochastic) {
-    const int64_t per_row = ceil_div(job.x.rows, kBlock);
-    draw(job, true, k * per_row + m / kBlock, per_row, 1, words);
+    const RandomPlane plane = random_plane(job, true);
+    draw_lines(plane, k, m / kBlock, kTile, of_line);
+    of_place = random_of_place(plane, k, m / kBlock);
   }
   for (int r = 0; r < kBlock; r += 2) {
     uint8_t* __restrict out = packed[r / 2];
     const int shift = 8 * (r & 3);
     for (int64_t c = 0; c < kTile; ++c) {
-      const uint32_t random = kStochastic ? words[r >> 2][c] >> shift : 0u;
+      const uint32_t random = kStochastic ? (of_place.word[r >> 2] ^ of_line[c]) >> shift : 0u;
       out[c] = pack_e2m1(encode<kStochastic>(v[r][c] * factor[c], random & 0xFFu),
                          encode<kStochastic>(v[r + 1][c] * factor[c], (random >> 8) & 0xFFu));
     }

@@ -28,7 +28,7 @@ inline void check_cuda(cudaError_t status, const char* what) {
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
 
 template <typename... Parameters, typename... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int blocks, int threads, Lane lane,
+void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads, Lane lane,
             const Arguments&... arguments) {
   kernel<<<blocks, threads, 0, stream_of(lane)>>>(arguments...);
   check_launch(name);
@@ -49,13 +49,13 @@ inline bool is_captured(Lane lane) {
 // ended, on GPUs that have that. It calls wait_for_kernel_before in front of what depends on it; everything before that
 // one has ended. Not in graphs, which not every driver lets have such pairs.
 template <typename... Parameters, typename... Arguments>
-void launch_close(const char* name, void (*kernel)(Parameters...), int blocks, int threads, int bytes, Lane lane,
+void launch_close(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads, int bytes, Lane lane,
                   const Arguments&... arguments) {
   cudaLaunchAttribute close{};
   close.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   close.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = blocks;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream_of(lane);

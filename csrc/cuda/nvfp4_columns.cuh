@@ -1,6 +1,7 @@
 // The codes of columns of bf16 values, as they are or transformed, one after another. A thread has 16 rows of eight.
 #pragma once
 
+#include "nvfp4_dice.cuh"
 #include "nvfp4_halves.cuh"
 #include "nvfp4_kernel.cuh"
 #include "powers.cuh"
@@ -28,19 +29,22 @@ __device__ __forceinline__ uint32_t max_of_column(const uint32_t (&pair)[8]) {
 // Of 16 bf16 values, value(i), rounded at random, where the scale is easy.
 template <typename Value>
 __device__ __forceinline__ ColumnCodes pack_easy_column_at_random(const Value& value, const EasyScale& scale,
-                                                                  const Philox4& bytes) {
+                                                                  const RandomBytes<4>& bytes) {
   const auto later = [&](int i) { return value(8 + i); };
-  return ColumnCodes{make_uint2(pack_each_at_random(value, scale.factor, bytes.word[0], bytes.word[1]),
-                                pack_each_at_random(later, scale.factor, bytes.word[2], bytes.word[3])),
+  const auto two = [&](int i) { return bytes.two(i); };
+  const auto two_later = [&](int i) { return bytes.two(8 + i); };
+  return ColumnCodes{make_uint2(pack_each_at_random(value, scale.factor, two),
+                                pack_each_at_random(later, scale.factor, two_later)),
                      scale.code};
 }
 
 __device__ __forceinline__ ColumnCodes pack_hard_column_at_random(const uint32_t (&pair)[8], const HeldScales& from,
-                                                                  const Philox4& bytes) {
+                                                                  const RandomBytes<4>& bytes) {
   const NvScale scale = make_scale(float_of(max_of_column(pair)), from.plane.global);
   const float factor = exact_factor(scale.code, from.plane.global);
-  return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(pair, factor, bytes.word),
-                                pack_random<bf16_t, 8>(pair + 4, factor, bytes.word + 2)),
+  const uint32_t words[4] = {bytes.word(0), bytes.word(1), bytes.word(2), bytes.word(3)};
+  return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(pair, factor, words),
+                                pack_random<bf16_t, 8>(pair + 4, factor, words + 2)),
                      scale.code};
 }
 
@@ -71,7 +75,7 @@ __device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kB
   const EasyScale scale = kCodes == Codes::kSquares ? square : EasyScale(float_of(max_of_column(pair)), from);
   const auto value = [&](int i) { return Words<bf16_t>::element(pair[i / 2], i % 2); };
   if constexpr (kCodes == Codes::kRandom) {
-    const Philox4 bytes = draw();
+    const RandomBytes<4> bytes = draw();
     if (__all_sync(kFullWarp, scale.is_easy())) return pack_easy_column_at_random(value, scale, bytes);
     return pack_hard_column_at_random(pair, from, bytes);
   }

@@ -1,6 +1,7 @@
 // The codes of four rows of bf16 values at a time. Two neighbouring lanes have a block of 16 each row.
 #pragma once
 
+#include "nvfp4_dice.cuh"
 #include "nvfp4_halves.cuh"
 #include "nvfp4_kernel.cuh"
 #include "powers.cuh"
@@ -41,40 +42,6 @@ struct FourRows {
   }
 };
 
-// ---------------------------------------------------------------------------------------------- random bytes
-// In shared memory: what all threads of a block would make, which are the keys, and what the first round makes of the
-// offset.
-struct Dice {
-  alignas(16) PhiloxKey keys[kPhiloxRounds];
-  alignas(16) uint32_t first_round[4];
-
-  // By one warp.
-  __device__ __forceinline__ void fill(const int64_t* rng) {
-    const int round = static_cast<int>(threadIdx.x % 32u);
-    const auto key = [&](int of) { return philox_key(static_cast<uint64_t>(rng[0]), of); };
-    if (round < kPhiloxRounds) keys[round] = key(round);
-    if (round != 0) return;
-    const Philox4 counter = philox_counter(static_cast<uint64_t>(rng[1]), 0u, false);
-    const uint64_t product = philox_product1(counter.word[2]);
-    first_round[0] = static_cast<uint32_t>(product >> 32) ^ key(0).word[0];
-    first_round[1] = static_cast<uint32_t>(product);
-    first_round[2] = counter.word[3] ^ key(0).word[1];
-  }
-  // The bytes of a block.
-  __device__ __forceinline__ Philox4 draw(int64_t block, bool columnwise) const {
-    const Philox4 counter = philox_counter(0u, static_cast<uint64_t>(block), columnwise);
-    const uint4 first = *reinterpret_cast<const uint4*>(first_round);
-    const uint64_t product = philox_product0(counter.word[0]);
-    const Philox4 second{{first.x ^ counter.word[1], first.y, static_cast<uint32_t>(product >> 32) ^ first.z,
-                          static_cast<uint32_t>(product)}};
-    uint4 two = make_uint4(0u, 0u, 0u, 0u);
-    return philox4x32<1>(second, [&](int round) {
-      if (round == 1 || round % 2 == 0) two = *reinterpret_cast<const uint4*>(&keys[round / 2 * 2]);
-      return round % 2 == 0 ? PhiloxKey{{two.x, two.y}} : PhiloxKey{{two.z, two.w}};
-    });
-  }
-};
-
 // body(raised): std::bool_constant, from.raises, by a vote, so that the compiler knows that all lanes have the same.
 // It is a plane's: all tiles run one of two loops, and not both.
 template <bool kRandom, typename Body>
@@ -88,32 +55,15 @@ __device__ __forceinline__ void with_raises(const PlaneScales& from, const Body&
   }
 }
 
-// Of the two threads that have the blocks of four rows, each draws the bytes of two rows, and hears half of the
-// other two's. block: the number of the first row's; lines have `blocks`.
-class RowBytes {
- public:
-  __device__ __forceinline__ RowBytes(const Dice& dice, int64_t block, int64_t blocks, bool odd) : odd_(odd) {
-    block += odd ? 2 * blocks : 0;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const Philox4 drawn = dice.draw(block + k * blocks, false);
-      const auto of_half = [&](bool second, int w) { return second ? drawn.word[2 + w] : drawn.word[w]; };
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        mine_[k][w] = of_half(odd, w);
-        heard_[k][w] = __shfl_xor_sync(kFullWarp, of_half(!odd, w), 1);
-      }
-    }
-  }
-  // Word w of the thread's eight bytes of row i.
-  __device__ __forceinline__ uint32_t word(int i, int w) const {
-    return (i / 2 != 0) == odd_ ? mine_[i % 2][w] : heard_[i % 2][w];
-  }
+// A thread's eight bytes of each of four rows.
+struct BytesOfFour {
+  using OfRow = RandomBytes<2>;
+  uint4 lines;
+  const OfRow::Place& place;
 
- private:
-  bool odd_;
-  uint32_t mine_[2][2];
-  uint32_t heard_[2][2];
+  __device__ __forceinline__ OfRow of_row(int i) const {
+    return OfRow(i < 2 ? (i == 0 ? lines.x : lines.y) : (i == 2 ? lines.z : lines.w), place);
+  }
 };
 
 // ---------------------------------------------------------------------------------------------- rows
@@ -170,14 +120,15 @@ class ScalesOfFour {
 };
 
 // Codes of four rows with these scales, to `to` and pitch bytes on. They are right where scales of all lanes are easy.
-// kRaised: PlaneScales::raises. draw(odd): RowBytes, where kRandom.
+// kRaised: PlaneScales::raises. draw(): BytesOfFour, where kRandom.
 template <bool kRandom, bool kRaised, typename Draw>
 __device__ __forceinline__ void write_four_rows(const FourRows& rows, const ScalesOfFour& of, uint8_t* to,
                                                 int64_t pitch, const Draw& draw) {
   if constexpr (kRandom) {
-    const auto bytes = draw(ScalesOfFour::is_odd());
+    const BytesOfFour bytes = draw();
     of.write_codes(to, pitch, [&](int i, float factor) {
-      return pack_at_random(rows.word[i], factor, bytes.word(i, 0), bytes.word(i, 1));
+      const auto of_row = bytes.of_row(i);
+      return pack_at_random(rows.word[i], factor, [&](int at) { return of_row.two(at); });
     });
   } else {
     of.write_codes(to, pitch, [&](int i, float factor) { return pack_by_halves<kRaised>(rows.word[i], factor); });
@@ -190,9 +141,9 @@ __device__ __forceinline__ void write_four_hard_rows(const FourRows& rows, const
                                                      const Nvfp4Global& global, uint8_t* to, int64_t pitch,
                                                      const Draw& draw) {
   if constexpr (kRandom) {
-    const auto bytes = draw(ScalesOfFour::is_odd());
+    const BytesOfFour bytes = draw();
     return of.write_hard_codes(global, to, pitch, [&](int i, float factor) {
-      const uint32_t words[2] = {bytes.word(i, 0), bytes.word(i, 1)};
+      const uint32_t words[2] = {bytes.of_row(i).word(0), bytes.of_row(i).word(1)};
       return pack_random<bf16_t, 8>(rows.word[i], factor, words);
     });
   }

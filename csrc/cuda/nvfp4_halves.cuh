@@ -2,7 +2,6 @@
 // nvfp4_codes.cuh needs for any block.
 #pragma once
 
-#include "../numerics/philox.h"
 #include "nvfp4.cuh"
 #include "nvfp4_codes.cuh"
 
@@ -10,7 +9,7 @@ namespace te_dist {
 namespace cuda {
 
 // Not known to the compiler, so that it multiplies.
-static __constant__ uint32_t kSeven = 7u;
+static __constant__ uint32_t kTwo = 2u;
 static __constant__ uint32_t kEight = 8u;
 
 // ---------------------------------------------------------------------------------------------- codes
@@ -86,33 +85,26 @@ __device__ __forceinline__ uint32_t pack_by_halves(const uint32_t* word, float f
 }
 
 // ---------------------------------------------------------------------------------------------- codes at random
-// Eight bf16 values, value(i), which takes byte i % 4 of a word of bytes. A fp16 number has nine bits behind those of
-// its code, and its random byte is a share of what these count to: encode_e2m1_stochastic adds the share, and cuts off.
-// factor: times CodeHalves::kFirst.
-template <typename Value>
-__device__ __forceinline__ uint32_t pack_each_at_random(const Value& value, float factor, uint32_t first_bytes,
-                                                        uint32_t second_bytes) {
+// Eight bf16 values, value(i). bytes(i): those of values i and i + 2, in the halves of a word. A fp16 number has nine
+// bits behind those of its code, and its random byte is a share of what these count to: encode_e2m1_stochastic adds the
+// share, and cuts off. factor: times CodeHalves::kFirst.
+template <typename Value, typename Bytes>
+__device__ __forceinline__ uint32_t pack_each_at_random(const Value& value, float factor, const Bytes& bytes) {
   const auto at = [&](int i) { return value(i) * factor; };
-  // Values i and i + 2, and twice their bytes.
-  const auto two = [&](int i) {
-    const uint32_t bytes = __byte_perm(i < 4 ? first_bytes : second_bytes, 0u, i % 2 == 0 ? 0x4240 : 0x4341);
-    return bytes * 2u + cut_to_halves(at(i), at(i + 2));
-  };
+  const auto two = [&](int i) { return bytes(i) * kTwo + cut_to_halves(at(i), at(i + 2)); };
   // Bytes of a sign, two zeros, four bits of the code, and one more.
   const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
   const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
+  const uint32_t codes = select(0x0F0F0F0Fu, firsts >> 1, seconds * kEight);
+  const uint32_t signs = select(0x0F0F0F0Fu, firsts >> 4, seconds);  // and the first bit of the code
   // A code of 8 is that of a number past 6, and becomes 7.
   static_assert(CodeHalves::kLimit < 8.0f * CodeHalves::kFirst, "no code is above 8");
-  const auto to_upper = [](uint32_t bytes) {
-    return (bytes & 0x10101010u) * kSeven + select(0x70707070u, bytes * kEight, bytes);
-  };
-  return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
+  return select(0x77777777u, codes - (signs & 0x11111111u), signs);
 }
 
-__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, uint32_t first_bytes,
-                                                   uint32_t second_bytes) {
-  return pack_each_at_random([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor, first_bytes,
-                             second_bytes);
+template <typename Bytes>
+__device__ __forceinline__ uint32_t pack_at_random(const uint32_t* word, float factor, const Bytes& bytes) {
+  return pack_each_at_random([&](int i) { return Words<bf16_t>::element(word[i / 2], i % 2); }, factor, bytes);
 }
 
 // ---------------------------------------------------------------------------------------------- scales

@@ -75,16 +75,28 @@ struct NvRandom {
   uint4 (*bytes)[NvConfig::kThreads];  // shared memory: 16 for each of a thread's blocks
 };
 
-// Draws the bytes of this thread's kCount blocks, numbers first + k * step. The loop stays one: ten rounds of
-// Philox are long, and were half of the build when every block had its own.
+// Draws the bytes of this thread's kCount blocks, one of each line from `line` on, a multiple of kCount. The loop stays
+// one: ten rounds of Philox are long, and were half of the build when every block had its own.
 template <int kCount>
-__device__ __forceinline__ void draw_bytes(const NvRandom& random, int64_t first, int64_t step,
-                                           bool columnwise) {
+__device__ __forceinline__ void draw_bytes(const NvRandom& random, int64_t line, int64_t block, bool columnwise) {
+  constexpr int kOfDraw = RandomPlane::kLinesOfDraw;
+  constexpr int kRest = kOfDraw - kCount;
+  static_assert(kRest == 0 || kRest == kCount, "they are a draw's, or half of it");
+  const RandomPlane plane{random.seed, random.offset, columnwise};
+  Philox4 drawn{};
+  Philox4 of_place{};
 #pragma unroll 1
+  for (int k = 0; k < 2; ++k) {
+    of_place = drawn;
+    const Philox4 counter = k == 0 ? counter_of_place(plane, line, block) : counter_of_lines(plane, line, block);
+    drawn = philox4x32(counter, plane.seed);
+  }
+  const bool later = line % kOfDraw != 0;
+#pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    const Philox4 drawn =
-        random_bytes(random.seed, random.offset, static_cast<uint64_t>(first + k * step), columnwise);
-    random.bytes[k][threadIdx.x] = make_uint4(drawn.word[0], drawn.word[1], drawn.word[2], drawn.word[3]);
+    const uint32_t of_line = later ? word_of_line(drawn, kRest + k) : word_of_line(drawn, k);
+    const auto word = [&](int w) { return of_place.word[w] ^ of_line; };
+    random.bytes[k][threadIdx.x] = make_uint4(word(0), word(1), word(2), word(3));
   }
 }
 
@@ -278,7 +290,7 @@ __device__ __forceinline__ void write_row_plane(const NvPatch<T>& patch, const N
         padding ? 0 : static_cast<uint8_t>(code[k]);
   }
   if constexpr (kRandom) {
-    draw_bytes<kRows>(random, (row + sharer * kRows) * blocks + col / kBlock, blocks, false);
+    draw_bytes<kRows>(random, row + sharer * kRows, col / kBlock, false);
     __syncwarp();
   }
   const bool usual = __all_sync(kFullWarp, plain && out.vector && out.rows == kBlock);
@@ -368,7 +380,7 @@ __device__ __forceinline__ void stage_column_plane(const NvPatch<T>& patch, cons
   const int64_t block = row0 / kBlock + group;
   const Nvfp4Global global = nvfp4_global(*plane.amax);
   const uint32_t square = two_d ? square_amax<T>(patch, hadamard) : 0u;
-  if constexpr (kRandom) draw_bytes<kCols>(random, (col0 + lane * kCols) * blocks + block, blocks, true);
+  if constexpr (kRandom) draw_bytes<kCols>(random, col0 + lane * kCols, block, true);
 #pragma unroll
   for (int j = 0; j < kCols; ++j) {
     const int line = lane * kCols + j;

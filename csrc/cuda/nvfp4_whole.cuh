@@ -12,6 +12,8 @@
 // together, and more, smaller boxes.) What few tiles need comes after the loops that all take, so that these are short.
 #pragma once
 
+#include <type_traits>
+
 #include "amax.cuh"
 #include "boxes.cuh"
 #include "nvfp4_columns.cuh"
@@ -42,30 +44,36 @@ __device__ __forceinline__ uint32_t max_of_square(const uint4* mine) {
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
-// Blocks 0 to tall - 1 have kTall tiles each, from the lowest ones up: L2 still holds the end of what the amax has been
-// taken of. The others have one each, of the rows of tiles above.
+// Blocks lie as tiles do, across and down, from the lowest tiles up: L2 still holds the end of what the amax has been
+// taken of. The first `tall` lines of blocks have kTall tiles each, the others one.
 struct TileOrder {
-  unsigned across;  // tiles
-  unsigned down;
-  unsigned tall;  // a multiple of across
+  unsigned down;  // tiles
+  unsigned tall;
+
+  static constexpr int64_t kMostDown = 65535;  // that a grid can have
 
   static TileOrder of(int64_t rows, int64_t cols) {
     constexpr int kTile = TileConfig::kTile;
-    TileOrder order{static_cast<unsigned>(cols / kTile), static_cast<unsigned>(rows / kTile), 0u};
-    // As many as there is room for at once, some times. The rest evens out when they end.
+    const int64_t across = cols / kTile;
+    TileOrder order{static_cast<unsigned>(rows / kTile), 0u};
+    // As many as there is room for at once, some times. The rest, and what there would be room for once more, evens out
+    // when they end.
     const int64_t room = static_cast<int64_t>(multiprocessors()) * NvWhole::kBlocksPerSm;
-    const int64_t pairs = rows / kTile * order.across / NvWhole::kTall / room * room;
-    if (order.down % NvWhole::kTall == 0u) order.tall = static_cast<unsigned>(pairs / order.across) * order.across;
+    const int64_t times = rows / kTile * across / NvWhole::kTall / room - 1;
+    if (times > 0 && order.down % NvWhole::kTall == 0u) order.tall = static_cast<unsigned>(times * room / across);
     return order;
   }
-  int blocks() const { return grid_size(static_cast<int64_t>(down) * across - (NvWhole::kTall - 1) * tall); }
-  __device__ __forceinline__ bool is_tall() const { return blockIdx.x < tall; }
+  dim3 blocks(int64_t cols) const {
+    const auto across = static_cast<unsigned>(grid_size(cols / TileConfig::kTile));
+    return dim3(across, down - (NvWhole::kTall - 1u) * tall);
+  }
+  __device__ __forceinline__ bool is_tall() const { return blockIdx.y < tall; }
   // Of the uppermost tile.
   __device__ __forceinline__ unsigned row() const {
-    if (is_tall()) return down - NvWhole::kTall * (blockIdx.x / across + 1u);
-    return down - (NvWhole::kTall - 1u) * (tall / across) - 1u - blockIdx.x / across;
+    const unsigned lines = blockIdx.y + 1u;  // of blocks, with this one
+    return down - lines - (NvWhole::kTall - 1u) * min(lines, tall);
   }
-  __device__ __forceinline__ unsigned col() const { return across - 1u - blockIdx.x % across; }
+  __device__ __forceinline__ unsigned col() const { return gridDim.x - 1u - blockIdx.x; }
 };
 
 // A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
@@ -74,6 +82,8 @@ struct NvBoxes {
   CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
 };
 
+// Dice: of random bytes, or nothing. It is in here as five blocks a multiprocessor have no more room than this takes.
+template <typename Dice>
 struct NvShared {
   alignas(512) uint2 col_codes[NvPatch<bf16_t>::kCols][NvConfig::kLanes][NvConfig::kGroups];
   alignas(128) uint4 patch[kBlock][NvConfig::kThreads];
@@ -82,6 +92,7 @@ struct NvShared {
   PlaneScales row;
   PlaneScales col;
   Arrival arrival;
+  Dice dice;
 
   // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
   __device__ __forceinline__ uint2* codes_of(int lane, int group) {
@@ -90,7 +101,8 @@ struct NvShared {
 };
 
 // All of a tile, by one thread.
-__device__ __forceinline__ void fetch_tile(NvShared& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
+template <typename Dice>
+__device__ __forceinline__ void fetch_tile(NvShared<Dice>& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
   shared.arrival.expect(sizeof(shared.patch));
   load_box(shared.patch, boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), 0, shared.arrival);
 }
@@ -111,7 +123,8 @@ struct AsItIs {
   static constexpr bool kMade = false;
   struct Shared {};
 
-  __device__ __forceinline__ void prepare(Shared&, int64_t) const {}
+  // By one warp.
+  __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
   // Four rows of the matrix, from `row` on, of which `mine` is the thread's part. What is made goes there if kept.
   __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const uint4* mine, bool /*kept*/,
                                        FourRows& rows) const {
@@ -133,9 +146,8 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   static_assert(!kSquares || (!kHadamard && !From::kMade), "squares are cut out of a matrix in memory");
   static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile && NvConfig::kThreads == kTile, "square tiles");
   static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
-  __shared__ NvShared shared;
+  __shared__ NvShared<std::conditional_t<kRandom, Dice, NoDice>> shared;
   __shared__ typename From::Shared for_making;
-  __shared__ Dice dice_of_block;
   if (is_noop(noop)) return;
   __builtin_assume(threadIdx.x < NvConfig::kThreads);
   const int line = static_cast<int>(threadIdx.x);
@@ -145,12 +157,18 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const int64_t tile_col = static_cast<int64_t>(order.col()) * kTile;
   int64_t tile_row = static_cast<int64_t>(order.row()) * kTile;
   int64_t first = tile_row + group * kBlock;
-  const bool asks = threadIdx.x == 64u;  // of a warp that fills no table
+  // What a warp does before the first tile. Duties move on from block to block: a warp's number says which of four
+  // schedulers it has.
+  const unsigned duty = (threadIdx.x / 32u + blockIdx.x + blockIdx.y) % 4u;
+  const bool asks = duty == 2u && threadIdx.x % 32u == 0u;
   if (asks) {
     shared.arrival.init();
     if (written) wait_for_kernel_before();
     fetch_tile(shared, boxes, tile_row, tile_col);
   }
+  // By warps that fill no table, as far as they go.
+  const unsigned draw = (duty + 2u) % 4u * 32u + threadIdx.x % 32u;
+  shared.dice.draw(draw, rng, static_cast<unsigned>(tile_row), static_cast<unsigned>(tile_col));
   const bool with_rows = computed_once(row.data.data != nullptr);
   const bool with_columns = (!From::kMade && !kRandom) || computed_once(col.data.data != nullptr);
   // What a warp finds of the parts is the whole, which the first block keeps.
@@ -158,21 +176,21 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     wait_for_kernel_before();
     if (parts.count == 0) return *in_place;
     const float amax = amax_of_parts(of_blocks, parts.count);
-    if (blockIdx.x == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
+    if (blockIdx.x == 0u && blockIdx.y == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
     return amax;
   };
-  if (threadIdx.x < 32) {
+  if (duty == 0u) {
     if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
-  } else if (threadIdx.x < 64) {
+  } else if (duty == 1u) {
     if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+  } else if (duty == 3u) {
+    from.prepare(for_making, tile_col);
   }
-  if (kRandom && threadIdx.x >= 96u) dice_of_block.fill(rng);  // by a warp that does nothing else
-  from.prepare(for_making, tile_col);
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
-  const Dice& dice = kRandom ? *computed_once(&dice_of_block) : dice_of_block;  // of no use, it takes no memory
+  const auto& dice = *computed_once(&shared.dice);
   const HeldScales of_row(*computed_once(&shared.row));
   const HeldScales of_col(*computed_once(&shared.col));
   uint2 now = make_uint2(0u, 0u);
@@ -193,11 +211,11 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
         row_scales[(i + lane % 2) * Tile::kRowScales] = static_cast<uint8_t>(of_rows.code);
       }
     }
+    const BytesOfFour::OfRow::Place place_in_rows(
+        [&](int w) { return dice.of_place(false, lane / 2, lane % 2 * 2 + w); });
     const auto draw_of_rows = [&](int step) {
-      return [&, step](bool odd) {
-        const int64_t blocks = row.data.cols / (kBlock / 2);
-        const int64_t line = first + step * NvWhole::kRowsAtOnce;
-        return RowBytes(dice, line * blocks + tile_col / kBlock + lane / 2, blocks, odd);
+      return [&, step] {
+        return BytesOfFour{dice.four_lines(false, group * kBlock + step * NvWhole::kRowsAtOnce), place_in_rows};
       };
     };
     uint32_t hard_rows = 0u;  // whose codes are wrong: they are written again
@@ -231,9 +249,9 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       write_four_hard_rows<kRandom>(rows, ScalesOfFour(rows, of_row), of_row.plane.global, to, row.data.cols,
                                     draw_of_rows(step));
     }
+    const RandomBytes<4>::Place place_in_columns([&](int w) { return dice.of_place(true, group, w); });
     const auto draw_of_column = [&](unsigned column) {
-      const int64_t blocks = col.data.cols / (kBlock / 2);
-      return dice.draw((tile_col + lane * kCols + column) * blocks + first / kBlock, true);
+      return RandomBytes<4>(dice.of_line(true, lane * kCols + static_cast<int>(column)), place_in_columns);
     };
     if (with_columns) {
       with_raises<kRandom>(of_col.plane, [&](auto raised) {
@@ -261,6 +279,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     tile_row += kTile;
     first += kTile;
     if (left == 0u) break;
+    shared.dice.draw(draw, rng, static_cast<unsigned>(tile_row), static_cast<unsigned>(tile_col));
     __syncthreads();
   }
   if (count > 1u && with_columns) {
@@ -298,8 +317,9 @@ bool is_whole(const Input& x, const Nvfp4Options& options, const Planes& out) {
   constexpr bool kSquares = kCodes == Codes::kSquares;
   constexpr int64_t kMost = int64_t{1} << 30;
   constexpr int kTile = TileConfig::kTile;
-  return runs_hopper_code() && x.rows < kMost && x.cols < kMost && x.stride > 0 && x.stride < kMost &&
-         x.dtype == Float::kBF16 && x.rows % kTile == 0 && x.cols % kTile == 0 && tile_input<bf16_t>(x).vector &&
+  return runs_hopper_code() && x.dtype == Float::kBF16 && x.rows <= TileOrder::kMostDown * kTile &&
+         x.rows % kTile == 0 && x.cols < kMost && x.cols % kTile == 0 && x.stride > 0 && x.stride < kMost &&
+         tile_input<bf16_t>(x).vector &&
          nv_row_plane<bf16_t>(x, out, nullptr).data.is_whole() && nv_col_plane(x, out, nullptr).data.is_whole() &&
          aligned(out.row_scale, 8) && aligned(out.col_scale, 16) && options.two_d == kSquares &&
          !(options.hadamard && (kSquares || options.signs != kHadamardSigns));
@@ -312,6 +332,7 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
   const NvPlane col = nv_col_plane(x, out, amax_col);
   const TileOrder order = TileOrder::of(x.rows, x.cols);
+  const dim3 blocks = order.blocks(x.cols);
   const NvBoxes boxes = boxes_of(x, out);
   auto kernel = nvfp4_whole_kernel<false, From, kCodes>;
   if constexpr (kCodes != Codes::kSquares) {
@@ -319,11 +340,11 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   }
   const bool written = before == Before::kWritesToo;
   if (before != Before::kUnknown) {
-    return launch_close("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, 0, lane, boxes, from, row,
-                        col, parts, order, written, options.rng, noop);
+    return launch_close("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, 0, lane, boxes, from, row, col, parts,
+                        order, written, options.rng, noop);
   }
-  launch("nvfp4_whole_kernel", kernel, order.blocks(), NvConfig::kThreads, lane, boxes, from, row, col, parts, order,
-         written, options.rng, noop);
+  launch("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, lane, boxes, from, row, col, parts, order, written,
+         options.rng, noop);
 }
 
 }  // namespace

@@ -16,8 +16,9 @@ struct FromActivation {
   const bf16_t* bias;  // may be null
 
   __device__ __forceinline__ void prepare(Shared& shared, int64_t tile_col) const {
-    if (bias == nullptr || threadIdx.x >= NvConfig::kLanes) return;
-    shared.biases[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + threadIdx.x);
+    const unsigned lane = threadIdx.x % 32u;
+    if (bias == nullptr || lane >= NvConfig::kLanes) return;
+    shared.biases[lane] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + lane);
   }
   __device__ __forceinline__ void take(const Shared& shared, int64_t, int lane, uint4* mine, bool kept,
                                        FourRows& rows) const {

@@ -20,8 +20,8 @@ struct FromNorm {
 
   __device__ __forceinline__ void prepare(Shared& shared, int64_t tile_col) const {
     wait_for_kernel_before();  // which has made the statistics
-    const int at = static_cast<int>(threadIdx.x);
-    if (at >= 2 * kLanes) return;
+    static_assert(2 * kLanes == 32, "a warp's lanes");
+    const int at = static_cast<int>(threadIdx.x % 32u);
     const int64_t col = tile_col + at * 4;
     shared.gain[at % 2][at / 2] = load_four_gains(x, col);
     if (kShifted) shared.bias[at % 2][at / 2] = load_vector_four(x.bias, col, kNoBias);
