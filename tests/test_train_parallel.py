@@ -39,7 +39,8 @@ def _answer(rank: int, world: int, folder: Path, options: dict[str, Any]) -> str
     return "no error"
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed:amax_history_len=4", "fp8_block", "nvfp4"])
+# One recipe without a state, one with scales, one with random numbers. fp8_block resumes as fp8_current does.
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed:amax_history_len=4", "nvfp4"])
 def test_tp_sp_fsdp_resume_bit_for_bit_and_follow_one_process(
     recipe: str, rank_pools: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
