@@ -42,8 +42,8 @@ def test_sizes_change_no_byte() -> None:
 def test_every_byte_is_as_frequent() -> None:
     counts = sum(torch.bincount(plane(seed).flatten(), minlength=256) for seed in range(40)).double()
     expected = counts.sum() / 256
-    # 16 times what independent bytes would differ by: those of a tile are sums of few.
-    assert ((counts - expected) ** 2 / expected).sum() < 16 * 255
+    # Of independent ones 255, give or take 23; those of a tile are sums of few.
+    assert ((counts - expected) ** 2 / expected).sum() < 2 * 255
 
 
 def rank(bits: Tensor) -> int:
@@ -101,8 +101,8 @@ def test_noise_of_products_and_sums() -> None:
         found = (values.var(0)[some] / expected[some]).mean().item()
         assert abs(found - 1) < tolerance, found
 
-    check(made @ weight, variance @ weight**2, 0.05)  # along lines
-    check(weight.t() @ made, weight.t() ** 2 @ variance, 0.05)  # across them
-    check(made.sum((1, 2)), variance.sum(), 0.4)
-    check(made[:, :64, 1].sum(1), variance[:64, 1].sum(), 0.4)
-    check((weight.t() @ made @ weight).flatten(1), (weight.t() ** 2 @ variance @ weight**2).flatten(), 0.1)
+    check(made @ weight, variance @ weight**2, 0.01)  # along lines
+    check(weight.t() @ made, weight.t() ** 2 @ variance, 0.01)  # across them
+    check(made.sum((1, 2)), variance.sum(), 0.25)
+    check(made[:, :64, 1].sum(1), variance[:64, 1].sum(), 0.25)
+    check((weight.t() @ made @ weight).flatten(1), (weight.t() ** 2 @ variance @ weight**2).flatten(), 0.03)
