@@ -20,7 +20,8 @@ struct FromActivation {
     if (bias == nullptr || lane >= NvConfig::kLanes) return;
     shared.biases[lane] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + lane);
   }
-  __device__ __forceinline__ void take(const Shared& shared, int64_t, int lane, uint4* mine, bool kept,
+  template <typename Rows>
+  __device__ __forceinline__ void take(const Shared& shared, int64_t, int lane, const Rows& mine, bool kept,
                                        FourRows& rows) const {
     rows.load(mine);
     if (bias != nullptr) {
