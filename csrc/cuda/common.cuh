@@ -283,6 +283,15 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
 }
 
 // Four scale bytes; the buffer's rows are multiples of four bytes, but nobody promised an aligned start.
+__device__ __forceinline__ void store_scale_pair(uint8_t* out, uint32_t pair) {
+  if ((reinterpret_cast<std::uintptr_t>(out) & 1u) == 0) {
+    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(pair);
+    return;
+  }
+  out[0] = static_cast<uint8_t>(pair);
+  out[1] = static_cast<uint8_t>(pair >> 8);
+}
+
 __device__ __forceinline__ void store_scale_word(uint8_t* out, uint32_t word) {
   if ((reinterpret_cast<std::uintptr_t>(out) & 3u) == 0) {
     *reinterpret_cast<uint32_t*>(out) = word;

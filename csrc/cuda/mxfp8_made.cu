@@ -14,10 +14,15 @@ __global__ void __launch_bounds__(MadeConfig::kThreads, MadeConfig::kBlocksPerSm
   __shared__ MxScales<MxSquare> scales;
   if (is_noop(out.noop)) return;
   const MxPlace at = MxSquare::place();
-  for_each_made_tile(x, false, at.row, at.col, true, memory,
+  const bool columns = out.col_data.data != nullptr;
+  for_each_made_tile(x, false, at.row, at.col, columns || !kWhole, memory,
                      [&](const Patch<bf16_t>& patch, const TilePlace& tile, bool inside) {
                        if constexpr (kWhole) {
-                         quantize_whole_tile<F, true>(patch, tile, out, scales);
+                         if (columns) {
+                           quantize_whole_tile<F, true>(patch, tile, out, scales);
+                         } else {
+                           quantize_whole_rows<F, true>(patch, tile, out);
+                         }
                        } else {
                          quantize_tile<bf16_t, F>(patch, tile, inside, out, scales);
                        }

@@ -68,16 +68,14 @@ __device__ __forceinline__ void store_whole_patch(const Patch<bf16_t>& patch, co
   }
 }
 
-template <typename F, bool kRowByRow, typename Shape>
+// write(place, codes): the scales of rows threadIdx.x % 4 * 2 of the patch and the next one.
+template <typename F, bool kRowByRow, typename Shape, typename Write>
 __device__ __forceinline__ void write_whole_rows(const Patch<bf16_t>& patch, const PatchMaxima& maxima, bool special,
-                                                 const TilePlace& tile, const MxOutput& out,
-                                                 MxScales<Shape>& scales) {
+                                                 const TilePlace& tile, const MxOutput& out, const Write& write) {
   const PowerScaler scaler;
   const MxPlace at = Shape::place();
   const CodePair mine = CodePair::of<F>(magnitudes(quad_maximum<1>(maxima.rows)));
-  uint8_t* code = &scales.row[at.row + threadIdx.x % 4 * 2][at.col / MxConfig::kBlock];
-  code[0] = static_cast<uint8_t>(mine.code[0]);
-  code[Shape::kCols / MxConfig::kBlock] = static_cast<uint8_t>(mine.code[1]);
+  write(at, mine);
   store_whole_patch<F, kRowByRow>(patch, out.row_data, special, tile, at,
                        [&](int i) { return scaler.encode_eight<F>(patch.word[i], mine.power_of_row(i)); });
 }
@@ -109,13 +107,39 @@ __device__ __forceinline__ void quantize_whole_tile(const Patch<bf16_t>& patch, 
   PatchMaxima maxima;
   maxima.of_rows(patch);
   const bool special = __any_sync(kFullWarp, !all_finite(maxima.rows));
-  if (out.row_data.data != nullptr) write_whole_rows<F, kRowByRow>(patch, maxima, special, tile, out, scales);
+  if (out.row_data.data != nullptr) {
+    write_whole_rows<F, kRowByRow, Shape>(
+        patch, maxima, special, tile, out, [&](const MxPlace& at, const CodePair& mine) {
+          uint8_t* code = &scales.row[at.row + threadIdx.x % 4 * 2][at.col / MxConfig::kBlock];
+          code[0] = static_cast<uint8_t>(mine.code[0]);
+          code[Shape::kCols / MxConfig::kBlock] = static_cast<uint8_t>(mine.code[1]);
+        });
+  }
   if (out.col_data.data != nullptr) {
     maxima.of_columns(patch);
     write_whole_columns<F, kRowByRow>(patch, maxima, special, tile, out, scales);
   }
   __syncthreads();
   flush_scales(scales, tile, out);
+}
+
+// The rows alone of such a square tile. A warp has two neighbouring blocks of 32 rows, and each lane writes the scales of
+// one row, so that no thread waits for another warp's.
+template <typename F, bool kRowByRow = false>
+__device__ __forceinline__ void quantize_whole_rows(const Patch<bf16_t>& patch, const TilePlace& tile,
+                                                    const MxOutput& out) {
+  PatchMaxima maxima;
+  maxima.of_rows(patch);
+  const bool special = __any_sync(kFullWarp, !all_finite(maxima.rows));
+  write_whole_rows<F, kRowByRow, MxSquare>(
+      patch, maxima, special, tile, out, [&](const MxPlace& at, const CodePair& mine) {
+        const bool right = (threadIdx.x & 4u) != 0u;  // the lane has the right one of two blocks, and the second row
+        const uint32_t other = __shfl_xor_sync(kFullWarp, right ? mine.code[0] : mine.code[1], 4);
+        const uint32_t codes = right ? other | mine.code[1] << 8 : mine.code[0] | other << 8;
+        const int64_t row = tile.row + at.row + static_cast<int>(threadIdx.x % 4 * 2) + (right ? 1 : 0);
+        const int64_t block = (tile.col + at.col) / (2 * MxConfig::kBlock) * 2;
+        store_scale_pair(out.row_scale + row * out.row_pitch + block, codes);
+      });
 }
 
 }  // namespace
