@@ -282,7 +282,7 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// Four scale bytes; the buffer's rows are multiples of four bytes, but nobody promised an aligned start.
+// Two or four scale bytes; the buffer's rows are multiples of four bytes, but nobody promised an aligned start.
 __device__ __forceinline__ void store_scale_pair(uint8_t* out, uint32_t pair) {
   if ((reinterpret_cast<std::uintptr_t>(out) & 1u) == 0) {
     *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(pair);
