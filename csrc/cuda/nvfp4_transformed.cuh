@@ -199,17 +199,10 @@ struct TransformMatrix {
 // In one instruction.
 __device__ __forceinline__ float rounded_to_bf16(float x) { return float_of(pack_bf16(0.0f, x)); }
 
-// The larger magnitude, with some sign; a NaN stays.
-__device__ __forceinline__ float larger_magnitude(float a, float b) {
-  float result;
-  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
 // What a lane has of 32 columns: of columns c and c + 8, c = lane % 4 / 2 * 16 + lane / 4, numbers 8 (lane % 2) to the
-// next seven.
+// next seven, rounded to bf16.
 struct EightOfTwo {
-  float v[2][8];
+  uint32_t pair[2][4];
 
   // row: of the first 16 columns, and of the second.
   __device__ __forceinline__ EightOfTwo(const TransformMatrix& by, unsigned first_row, unsigned second_row) {
@@ -223,33 +216,33 @@ struct EightOfTwo {
       add_product(first, by.part[0][j], sum);
       add_product(second, by.part[1][j], sum);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i / 2][2 * j + i % 2] = sum[i];
+      for (int e = 0; e < 2; ++e) pair[e][j] = pack_bf16(sum[2 * e], sum[2 * e + 1]);
     }
   }
   // The largest of both columns, as bf16 magnitudes, in the halves of a word.
   __device__ __forceinline__ uint32_t largest() const {
-    const auto of = [&](const float(&of)[8]) {
-      const auto two = [&](int i) { return larger_magnitude(of[i], of[i + 1]); };
-      return larger_magnitude(larger_magnitude(two(0), two(2)), larger_magnitude(two(4), two(6)));
-    };
-    const uint32_t mine = pack_bf16(of(v[0]), of(v[1]));
+    const auto of = [&](int e) { return larger_pair(pair[e][0], pair[e][1], pair[e][2], pair[e][3]); };
+    const uint32_t mine = fold_pairs(of(0), of(1));
     return magnitudes(larger_pair(mine, __shfl_xor_sync(kFullWarp, mine, 1)));
   }
   template <bool kRaised>
   __device__ __forceinline__ uint32_t pack(int column, float factor) const {
-    return pack_each_by_halves<kRaised>(value(column), factor);
+    return pack_each_by_halves<kRaised>(Value{pair[column]}, factor);
   }
   // bytes: of a column's eight numbers.
   __device__ __forceinline__ uint32_t pack_at_random(int column, float factor, const RandomBytes<2>& bytes) const {
-    return pack_each_at_random(value(column), factor, [&](int i) { return bytes.two(i); });
+    return pack_each_at_random(Value{pair[column]}, factor, [&](int i) { return bytes.two(i); });
   }
 
  private:
+  // Unpacked by a product with 1, as there is more to do for what has ANDs and shifts.
   struct Value {
-    const float (&of)[8];
-    __device__ __forceinline__ float operator()(int i) const { return rounded_to_bf16(of[i]); }
+    const uint32_t (&of)[4];
+    PowerScaler scaler;
+
+    __device__ __forceinline__ explicit Value(const uint32_t (&pairs)[4]) : of(pairs) {}
+    __device__ __forceinline__ float operator()(int i) const { return scaler.scaled(of[i / 2], i % 2, 0x3F800000u); }
   };
-  __device__ __forceinline__ Value value(int column) const { return Value{v[column]}; }
 };
 
 // ---------------------------------------------------------------------------------------------- all of a warp
