@@ -123,8 +123,8 @@ __device__ __forceinline__ void quantize_whole_tile(const Patch<bf16_t>& patch, 
   flush_scales(scales, tile, out);
 }
 
-// The rows alone of such a square tile. A warp has two neighbouring blocks of 32 rows, and each lane writes the scales of
-// one row, so that no thread waits for another warp's.
+// The rows alone of such a square tile. A warp has two neighbouring blocks of 32 rows, and each lane writes the scales
+// of one row, so that no thread waits for another warp's.
 template <typename F, bool kRowByRow = false>
 __device__ __forceinline__ void quantize_whole_rows(const Patch<bf16_t>& patch, const TilePlace& tile,
                                                     const MxOutput& out) {

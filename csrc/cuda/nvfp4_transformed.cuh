@@ -3,13 +3,13 @@
 //
 // [Note: exact sums] The transform is defined as a butterfly of fp32 additions (numerics/hadamard.h). Matrix units add
 // several products at once, and cut off what lies too far below the largest. Both find the same where every sum on the
-// way is a fp32 number: where all values are multiples of some u, and no sum reaches 2^24 u. A bf16 number from 2^e on is
-// a multiple of 2^(e - 7). How large may sums on the way be, if n is the largest number that the transform makes? Those
-// of the butterfly are not above n: of a + b and a - b, one is at least as large as a. The same goes for eight
+// way is a fp32 number: where all values are multiples of some u, and no sum reaches 2^24 u. A bf16 number from 2^e on
+// is a multiple of 2^(e - 7). How large may sums on the way be, if n is the largest number that the transform makes?
+// Those of the butterfly are not above n: of a + b and a - b, one is at least as large as a. The same goes for eight
 // neighbouring products, and all that Hopper's units add at once are eight or more. What units do in any other order is
-// at most 4 n: the root of the sum of squares is at most n, and the sum of 16 magnitudes at most four times that root. So
-// a column is exact if n is below 2^(e + 17), or 2^(e + 15), where 2^e is the power of two at or below its smallest value
-// that is not zero. Of normal numbers, one column in a thousand is not. Such are made once more, by the butterfly.
+// at most 4 n: the root of the sum of squares is at most n, and the sum of 16 magnitudes at most four times that root.
+// So a column is exact if n is below 2^(e + 17), or 2^(e + 15), where 2^e is the power of two at or below its smallest
+// value that is not zero. Of normal numbers, one column in a thousand is not. Such are made again, by the butterfly.
 #pragma once
 
 #include "boxes.cuh"
@@ -164,16 +164,16 @@ __device__ __forceinline__ void add_product(const uint32_t (&a)[4], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// That of the transform, but for the product with 1/4 at its end: that commutes with the rounding to bf16 unless numbers
-// are very large or very small, so that scales of others can take it over. Of two matrices of 16 columns,
-// lanes whose numbers are 0 and 1 modulo 4 shall have the first one's numbers, eight each, the others the second one's:
-// what is added for others is zero. (Were it all lanes', a lane would have four neighbouring numbers of a column, and
-// not eight, which takes more instructions than the products of zeros.)
+// That of the transform, but for the product with 1/4 at its end: that commutes with the rounding to bf16 unless
+// numbers are very large or very small, so that scales of others can take it over. Of two matrices of 16 columns, lanes
+// 0 and 1 of each four shall have the first one's numbers, eight each, the others the second one's: what is added for
+// others is zero. (Were it all lanes', a lane would have four neighbouring numbers of a column, and not eight, which
+// takes more instructions than the products of zeros.)
 struct TransformMatrix {
   uint32_t part[2][4][2];  // of matrices, of numbers 2 j and 2 j + 1 of each lane's eight
 
-  // Number n is the sum of values k with signs, -1 where n & k has an odd number of bits. So number n + 2 j differs from n
-  // by the bits of 2 j & k, and a lane has values k of which these are lane % 4.
+  // Number n is the sum of values k with signs, -1 where n & k has an odd number of bits. So number n + 2 j differs
+  // from n by the bits of 2 j & k, and a lane has values k of which these are lane % 4.
   __device__ __forceinline__ TransformMatrix() {
     constexpr uint32_t kBoth = 0x80008000u;  // signs of a pair
     const unsigned lane = threadIdx.x % 32u;
@@ -293,7 +293,8 @@ class OnceMore {
       const auto queued = [&](unsigned i) {
         constexpr unsigned kOfGroup = TransformedBlock::kOfGroup;
         const unsigned block = queue[i];
-        return TransformedBlock(threadIdx.x / 32u * 2u + block / kOfGroup % 2u, block / (2u * kOfGroup), block % kOfGroup);
+        const unsigned group = threadIdx.x / 32u * 2u + block / kOfGroup % 2u;
+        return TransformedBlock(group, block / (2u * kOfGroup), block % kOfGroup);
       };
       if (count > kFew) {
         if (lane < count - done) by_lane(queued(lane));
@@ -399,8 +400,8 @@ class TransformedTile {
     const unsigned lane = threadIdx.x % 32u;
     *in_shared_memory<uint2>(exponents_of(lane % 16u, lane / 16u)) = least.exponents();
   }
-  // [Note: exact sums]. exponent: of the smallest value. That of none is an infinity's, and that of subnormal ones is no
-  // number's.
+  // [Note: exact sums]. exponent: of the smallest value. That of none is an infinity's, and that of subnormal ones is
+  // no number's.
   __device__ __forceinline__ bool is_exact(float amax, uint32_t exponent) const {
     return amax * exact_ < float_of(exponent << 23);
   }
@@ -457,7 +458,8 @@ class TransformedTile {
                                   random_word(block, 3u)};
       made = pack_hard_column_at_random(pair, from, random);
     } else {
-      made = pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.plane.global).code, from.plane.global);
+      const uint32_t scale = make_scale(float_of(max_of_column(pair)), from.plane.global).code;
+      made = pack_hard_column(pair, scale, from.plane.global);
     }
     *in_shared_memory<uint2>(codes_of(block.column, block.group)) = made.codes;
     write_scale(block, made.scale);
