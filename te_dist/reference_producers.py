@@ -12,6 +12,7 @@ from torch import Tensor
 from te_dist.formats import ceil_div
 
 ROW_ACCUMULATORS = 1024
+STATS_GROUP = 64  # neighbouring columns
 COLUMN_SLOTS = 32
 
 
@@ -163,13 +164,39 @@ def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
     return weight.float() + 1.0 if zero_centered else weight.float()
 
 
+def _spread(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, K] float32 -> the mean of each row [M], and what the squares of its distances from there add up to [M].
+
+    Column c is in group c / 64 % 16. Of each group, distances from its first value are added up, and their squares, so
+    that rows are gone through once: with d from there to the mean, its n values are (n d - 2 sum) d + squares apart
+    from the mean. (From the second value, if that is smaller: some models have columns that are far from all others.)
+    A group has 32 accumulators, of which number 4 l + j takes values j and j + 4 of its l-th vectors of eight in turn.
+    """
+    rows, cols = wide.shape
+    chunks = _chunks(wide)
+    inside = _chunks(torch.ones_like(wide[:1])) > 0
+    first, second = chunks[:, 0, ::STATS_GROUP], chunks[:, 0, 1::STATS_GROUP]
+    first = torch.where(inside[:, 0, 1::STATS_GROUP] & (second.abs() < first.abs()), second, first)
+    apart = chunks - first.repeat_interleave(STATS_GROUP, 1)[:, None]
+    apart = torch.where(inside, apart, torch.zeros_like(apart)).view(rows, chunks.shape[1], 16, 8, 2, 4)
+    total = squares = torch.zeros_like(apart[:, 0, :, :, 0])
+    for part in (apart[:, i, :, :, half] for i in range(apart.shape[1]) for half in range(2)):
+        total = total + part
+        squares = fma(part, part, squares)
+    sums, squares = (_fold(_fold(v, 3), 2).reshape(rows, 16) for v in (total, squares))
+    counts = inside.view(-1, 16, STATS_GROUP).sum((0, 2)).float().expand(rows, 16)
+    mean = _fold(fma(counts, first, sums), 1).reshape(rows) / torch.full_like(sums[:, 0], float(cols))
+    off = mean[:, None] - first
+    apart = _fold(fma(off, fma(counts, off, -(sums + sums)), squares), 1).reshape(rows)
+    return mean, torch.where(apart < 0, torch.zeros_like(apart), apart)
+
+
 def norm_stats(x: Tensor, *, layer_norm: bool, eps: float) -> tuple[Tensor | None, Tensor]:
     """Mean (None for RMSNorm) and reciprocal standard deviation of every row."""
     wide = x.float()
     count = torch.full((), float(x.shape[1]), dtype=torch.float32, device=x.device)
-    mean = row_sums(wide) / count if layer_norm else None
-    centered = wide if mean is None else wide - mean[:, None]
-    variance = row_sums(centered, centered) / count
+    mean, total = _spread(wide) if layer_norm else (None, row_sums(wide, wide))
+    variance = total / count
     # By way of float64, whose square root rounds to the right float32: torch's own one is a unit off now and then.
     deviation = (variance + torch.full_like(count, eps)).double().sqrt().float()
     return mean, torch.ones_like(deviation) / deviation

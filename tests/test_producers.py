@@ -700,6 +700,31 @@ def test_norms_are_those_of_torch(layer_norm: bool, zero_centered: bool) -> None
         assert torch.allclose(made[2].double(), dbias[0], rtol=1e-5, atol=1e-5 * dbias[0].abs().max().item())
 
 
+@pytest.mark.parametrize("cols", [1, 2, 65, 700, 8192])
+def test_statistics_of_rows_far_from_zero_and_of_outliers(cols: int) -> None:
+    """Rows are gone through once, and yet lose nothing by what they have in common, nor by columns far from others."""
+    x = matrix(64, cols, torch.float32)
+    column = torch.arange(cols)
+    rows = {
+        "usual": x,
+        "far": x + 1000,
+        "farther": x * 0.01 - 300,
+        "a far first column": torch.where(column == 0, 300.0, x),
+        "a far second column": torch.where(column == 1, -300.0, x),
+        "far first columns": torch.where(column % 64 == 0, 100.0, x),
+        "all the same": torch.full_like(x, 3.3),
+    }
+    for label, of in rows.items():
+        mean, rstd = reference_producers.norm_stats(of, layer_norm=True, eps=1e-5)
+        assert mean is not None
+        wide = of.double()
+        exact = (wide.var(1, unbiased=False) + 1e-5).rsqrt()
+        # The mean is a float, and what it is off by adds its square to the variance.
+        off = wide.mean(1).abs() * 2.0**-23
+        assert ((mean - wide.mean(1)).abs() <= 2 * off + 1e-7 * wide.abs().amax(1)).all(), label
+        assert (((rstd - exact) / exact).abs() <= 5e-7 + (off * exact) ** 2).all(), label
+
+
 def test_fma_rounds_once() -> None:
     """The emulated fused multiply-add against exact rationals, at ties and just beside them."""
     from fractions import Fraction

@@ -202,18 +202,70 @@ void normalize(float* __restrict x, int64_t n, float mean, float rstd, bool cent
   }
 }
 
-void make_stats(const Source& from, int64_t row, const float* __restrict x, float* __restrict scratch) {
-  const int64_t n = from.cols;
-  const float count = static_cast<float>(n);
-  const bool centered = from.mean != nullptr;
-  const float mean = centered ? row_sum(x, n) / count : 0.0f;
-  const float* __restrict values = x;
-  if (centered) {
-    from.mean[row] = mean;
-    for (int64_t i = 0; i < n; ++i) scratch[i] = x[i] - mean;
-    values = scratch;
+// The mean of a row, and what the squares of its distances from there add up to (_spread of reference_producers.py).
+struct Spread {
+  float mean;
+  float squares;
+};
+
+Spread spread_of(const float* __restrict x, int64_t n) {
+  constexpr int64_t kGroups = 16;
+  constexpr int64_t kCols = kAccumulators / kGroups;  // neighbours of a group
+  alignas(64) float total[kGroups][kCols / 2] = {};
+  alignas(64) float squares[kGroups][kCols / 2] = {};
+  float first[kGroups] = {};
+  float counts[kGroups] = {};
+  for (int64_t g = 0; g < kGroups && g * kCols < n; ++g) {
+    const float* values = x + g * kCols;
+    first[g] = g * kCols + 1 < n && __builtin_fabsf(values[1]) < __builtin_fabsf(values[0]) ? values[1] : values[0];
   }
-  from.rstd[row] = 1.0f / __builtin_sqrtf(row_sum(values, values, n) / count + from.eps);
+  for (int64_t at = 0; at < n; at += 4) {
+    const int64_t g = at / kCols % kGroups;
+    const int64_t count = smaller(4, n - at);
+    counts[g] += static_cast<float>(count);
+    float* __restrict sums = &total[g][at % kCols / 8 * 4];
+    float* __restrict sums_of_squares = &squares[g][at % kCols / 8 * 4];
+    for (int64_t i = 0; i < count; ++i) {
+      const float apart = x[at + i] - first[g];
+      sums[i] += apart;
+      sums_of_squares[i] = fused_multiply_add(apart, apart, sums_of_squares[i]);
+    }
+  }
+  const auto sum_of = [](float (&values)[kCols / 2]) {
+    for (int64_t v = 0; v < kCols / 8; ++v) {
+      const float* a = values + 4 * v;
+      values[v] = (a[0] + a[2]) + (a[1] + a[3]);
+    }
+    fold(values, kCols / 8, 1);
+    return values[0];
+  };
+  float sums[kGroups];
+  float parts[kGroups];
+  for (int64_t g = 0; g < kGroups; ++g) {
+    sums[g] = sum_of(total[g]);
+    parts[g] = fused_multiply_add(counts[g], first[g], sums[g]);
+  }
+  fold(parts, kGroups, 1);
+  const float mean = parts[0] / static_cast<float>(n);
+  for (int64_t g = 0; g < kGroups; ++g) {
+    const float off = mean - first[g];
+    parts[g] = fused_multiply_add(off, fused_multiply_add(counts[g], off, -2.0f * sums[g]), sum_of(squares[g]));
+  }
+  fold(parts, kGroups, 1);
+  return Spread{mean, parts[0] < 0.0f ? 0.0f : parts[0]};
+}
+
+void make_stats(const Source& from, int64_t row, const float* __restrict x) {
+  const auto count = static_cast<float>(from.cols);
+  float squares;
+  if (from.mean != nullptr) {
+    const Spread spread = spread_of(x, from.cols);
+    from.mean[row] = spread.mean;
+    squares = spread.squares;
+  } else {
+    squares = row_sum(x, x, from.cols);
+  }
+  from.rstd[row] = 1.0f / __builtin_sqrtf(squares / count + from.eps);
 }
 
 void norm_row(const Source& from, int64_t row, const std::vector<float>& gain, const std::vector<float>& bias,
@@ -221,8 +273,7 @@ void norm_row(const Source& from, int64_t row, const std::vector<float>& gain, c
   const int64_t n = from.cols;
   float* __restrict made = scratch.made.data();
   widen(element(from.data, from.dtype, row * from.stride), from.dtype, n, made);
-  scratch.x.resize(static_cast<size_t>(n));
-  if (from.make_stats) make_stats(from, row, made, scratch.x.data());
+  if (from.make_stats) make_stats(from, row, made);
   const bool centered = from.mean != nullptr;
   normalize(made, n, centered ? from.mean[row] : 0.0f, from.rstd[row], centered);
   const float* __restrict g = gain.data();

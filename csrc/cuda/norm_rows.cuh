@@ -68,8 +68,7 @@ __device__ __forceinline__ void make_norm_rows(const SharedVector& gains, const 
 
 // consume(row, i, made) for the team's rows, kHeld at once, of which `row` is the first and the i-th of four, and
 // after(first row) after the four. Rows that are not there are zeros. backwards: starts with the last rows, which L2
-// may still hold. kFull: rows have all vectors, which saves comparisons, but for a LayerNorm's: without its branches,
-// the compiler holds on to what it unpacks of a row for its second pass, and there are not registers enough.
+// may still hold. kFull: rows have all vectors, which saves comparisons.
 template <bool kCentered, int kVectors, int kHeld, bool kFull, typename Consume, typename After>
 __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats, bool backwards, float4* memory,
                                                   const Consume& consume, const After& after) {
@@ -77,7 +76,7 @@ __device__ __forceinline__ void for_each_norm_row(const Made& x, bool make_stats
   __shared__ float scratch[NormRowsConfig::kTeams * TeamOfRows<kHeld>::kScratch];
   const int number = static_cast<int>(threadIdx.x / RowTeam::kThreads);
   constexpr int kAll = Held::kColumns / 8;
-  const int vectors = kFull && !kCentered ? kAll : static_cast<int>(x.cols / 8);
+  const int vectors = kFull ? kAll : static_cast<int>(x.cols / 8);
   const SharedVector gains{memory, memory + kAll};
   const SharedVector biases{memory + 2 * kAll, memory + 3 * kAll};
   for (int at = static_cast<int>(threadIdx.x); at < kAll; at += NormRowsConfig::kThreads) {

@@ -27,29 +27,36 @@ __global__ void __launch_bounds__(StatsConfig::kThreads)
   const int64_t step = static_cast<int64_t>(gridDim.x) * StatsConfig::kTeams;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * StatsConfig::kTeams + number; row < rows; row += step) {
     const RowView from = x.at_row(row, stride);
-    float centre = 0.0f;
-    float total[8] = {};
-    if (mean != nullptr) {
+    // values(add): add(v, j, whether it is in the row) for all of the thread's.
+    const auto values = [&](const auto& add) {
       for (int64_t col = 8 * RowTeam::rank(); col < x.cols; col += 1024) {
         float v[8];
         to_floats(load_eight(from, col), x.dtype, v);
-        add_eight(total, v);
-      }
-      centre = count.divide(team.sum(total));
-    }
-    float squares[8] = {};
-    for (int64_t col = 8 * RowTeam::rank(); col < x.cols; col += 1024) {
-      float v[8];
-      to_floats(load_eight(from, col), x.dtype, v);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float centred = v[j] - centre;
-        if (col + j < x.cols) squares[j] = fused_multiply_add(centred, centred, squares[j]);
+        for (int j = 0; j < 8; ++j) add(v[j], j, col + j < x.cols);
       }
+    };
+    RowSpread spread[1] = {};
+    if (mean != nullptr) {
+      const int64_t group = static_cast<int64_t>(RowTeam::rank() / 8) * GroupShare::kCols;
+      float v[8] = {};
+      if (group < x.cols) to_floats(load_eight(from, group), x.dtype, v);
+      ShareOfGroup sums(group + 1 < x.cols ? GroupShare::first_of(v[0], v[1]) : v[0]);
+      values([&](float value, int j, bool inside) {
+        if (inside) sums.add(value, j, true);
+      });
+      GroupShare share[1] = {sums.share()};
+      team.spread(share, static_cast<int>(x.cols), count, spread);
+    } else {
+      float squares[8] = {};
+      values([&](float value, int j, bool inside) {
+        if (inside) squares[j] = fused_multiply_add(value, value, squares[j]);
+      });
+      spread[0].squares = team.sum(squares);
     }
-    const float result = reciprocal_deviation(team.sum(squares), count, eps);
+    const float result = reciprocal_deviation(spread[0].squares, count, eps);
     if (RowTeam::rank() != 0) continue;
-    if (mean != nullptr) mean[row] = centre;
+    if (mean != nullptr) mean[row] = spread[0].mean;
     rstd[row] = result;
   }
 }
