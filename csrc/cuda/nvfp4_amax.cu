@@ -2,6 +2,7 @@
 // moves 2 bytes an element.
 #include "nvfp4_amax.cuh"
 #include "nvfp4_kernel.cuh"
+#include "taper.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -18,17 +19,17 @@ struct NvAmaxConfig {
 // Both global amaxes where the column path is transformed. A warp takes a patch a lane at a time, side by side.
 template <typename T>
 __global__ void __launch_bounds__(NvAmaxConfig<T>::kThreads, NvAmaxConfig<T>::kBlocksPerSm)
-    nvfp4_amax_kernel(NvInput<T> x, unsigned across, unsigned items, uint32_t signs, AmaxOut amax_row,
-                      AmaxOut amax_col, const float* noop) {
+    nvfp4_amax_kernel(NvInput<T> x, unsigned across, Taper work, uint32_t signs, AmaxOut amax_row, AmaxOut amax_col,
+                      const float* noop) {
   using Patch = typename NvAmaxConfig<T>::Patch;
   constexpr int kThreads = NvAmaxConfig<T>::kThreads;
-  constexpr int kWarps = kThreads / 32;
+  constexpr unsigned kWarps = kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
   let_next_kernel_start();
   if (is_noop(noop)) return;
   uint32_t row_word = 0u;
   uint32_t col_bits = 0u;
-  for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
+  work.for_each<kWarps>([&](unsigned at) {
     const unsigned down = at / across;
     const int64_t column_of_patches = static_cast<int64_t>(at - down * across) * 32 + threadIdx.x % 32;
     Patch patch;
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(NvAmaxConfig<T>::kThreads, NvAmaxConfig<T>::kB
       flip_standard(v);
       col_bits = transformed_amax(v, col_bits);
     }
-  }
+  });
   give_amaxes<T, kThreads>(row_word, col_bits, amax_row, amax_col, scratch);
 }
 
@@ -66,14 +67,15 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
     dispatch_nv_patch(x.dtype, [&](auto values) {
       using T = TypeOf<decltype(values)>;
       using Config = NvAmaxConfig<T>;
-      static_assert(Config::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
+      static_assert(Config::kBlocksPerSm + Taper::kSmallBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
       const int64_t across = ceil_div(x.cols, 32 * Config::Patch::kCols);
-      const int64_t items = grid_size(x.rows / kBlock * across);
+      constexpr int kWarps = Config::kThreads / 32;
       const int64_t most = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm;
-      const int blocks = grid_size(smaller(ceil_div(items, Config::kThreads / 32), most));
+      const Taper work = Taper::of(x.rows / kBlock * across, kWarps, most);
+      const int blocks = work.blocks(kWarps);
       if (has_room) parts.count = blocks;
       launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, Config::kThreads, lane, nv_input(values, x),
-             static_cast<unsigned>(across), static_cast<unsigned>(items), options.signs, row, col, noop);
+             static_cast<unsigned>(across), work, options.signs, row, col, noop);
     });
   }
   parts.row_amax = amax_row;

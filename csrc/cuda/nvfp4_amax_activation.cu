@@ -7,6 +7,7 @@
 #include "nvfp4_unwritten.cuh"
 #include "powers.cuh"
 #include "stretches.cuh"
+#include "taper.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -83,9 +84,9 @@ __device__ __forceinline__ uint32_t transformed_by_warp(const NvPatch<bf16_t, 2>
 // A warp takes 16 rows at a time, and a lane four columns of them.
 template <Activation kKind>
 __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::kBlocksPerSm)
-    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, const bf16_t* bias, unsigned across,
-                                 unsigned items, float* amax_row, float* amax_col, const float* noop) {
-  constexpr int kWarps = NvActivationAmax::kThreads / 32;
+    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, const bf16_t* bias, unsigned across, Taper work,
+                                 float* amax_row, float* amax_col, const float* noop) {
+  constexpr unsigned kWarps = NvActivationAmax::kThreads / 32;
   using Bound = ActivationBound<kKind>;
   using W = Words<bf16_t>;
   __shared__ uint32_t scratch[kWarps];
@@ -98,8 +99,8 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   wait_for_kernel_before();  // which zeroes both
   ColumnAmax columns(amax_col, &known);
   Stretches found(kKind);
-#pragma unroll 1
-  for (unsigned at = blockIdx.x * kWarps + threadIdx.x / 32; at < items; at += gridDim.x * kWarps) {
+  if (work.is_small()) columns.ask_now();  // others know much already
+  work.for_each<kWarps>([&](unsigned at) {
     const unsigned down = at / across;
     const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
     const bf16_t* from = data + static_cast<int64_t>(down) * kBlock * stride + col;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
       columns.raise(largest);
     }
     columns.ask();
-  }
+  });
   if (amax_row != nullptr) found.give<NvActivationAmax::kThreads>(kKind, AmaxOut{amax_row, nullptr}, scratch);
 }
 
@@ -150,13 +151,13 @@ void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_co
   launch_amax_reset(amax_row, amax_col, noop, lane);
   using Config = NvActivationAmax;
   const int64_t across = x.cols / TileConfig::kTile;
-  const int64_t items = grid_size(x.rows / kBlock * across);
+  constexpr int kWarps = Config::kThreads / 32;
   const int64_t most = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm;
-  const int blocks = grid_size(smaller(ceil_div(items, Config::kThreads / 32), most));
+  const Taper work = Taper::of(x.rows / kBlock * across, kWarps, most);
   with_fast_activation(x.activation, [&](auto tag) {
-    launch_close("nvfp4_amax_activation_kernel", nvfp4_amax_activation_kernel<decltype(tag)::kind>, blocks,
+    launch_close("nvfp4_amax_activation_kernel", nvfp4_amax_activation_kernel<decltype(tag)::kind>, work.blocks(kWarps),
                  Config::kThreads, 0, lane, x.data, x.stride, static_cast<const bf16_t*>(x.bias.data),
-                 static_cast<unsigned>(across), static_cast<unsigned>(items), amax_row, amax_col, noop);
+                 static_cast<unsigned>(across), work, amax_row, amax_col, noop);
   });
 }
 
