@@ -220,6 +220,13 @@ __device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
   return sum;
 }
 
+__device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
+  constexpr uint32_t kMinusOnes = 0xBF80BF80u;
+  uint32_t difference;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(kMinusOnes), "r"(a));
+  return difference;
+}
+
 // The same words to each row of words.
 template <int kRows, int kWords>
 __device__ __forceinline__ void add_to_rows(uint32_t (&word)[kRows][kWords], const uint32_t (&row)[kWords]) {

@@ -76,6 +76,47 @@ __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int firs
   }
 }
 
+// The first or the second eight rows of a column's 16, as the transform takes them: by three of its stages, what their
+// largest magnitude is, pair by pair. The largest of all is at most the sum of both eights'.
+class EightRows {
+ public:
+  __device__ __forceinline__ explicit EightRows(bool second) : flip_(second ? 0u : 0x80008000u) {}
+
+  // word(i): a word of bf16 values.
+  template <typename Word>
+  __device__ __forceinline__ uint32_t largest(const Word& word) const {
+    uint32_t v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const uint32_t sum = add_bf16(word(i), word(i + 1));
+      const uint32_t difference = subtract_bf16(word(i), word(i + 1));
+      const bool differ = (kSigns >> i & 1u) != (kSigns >> (i + 1) & 1u);
+      v[i] = differ ? difference : sum;
+      v[i + 1] = differ ? sum : difference;
+    }
+    v[6] ^= flip_, v[7] ^= flip_;
+    uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Of two numbers and two others: their sums and differences, and the larger ones of these in turn.
+      const uint32_t sums[2] = {add_bf16(v[i], v[i + 2]), add_bf16(v[i + 4], v[i + 6])};
+      const uint32_t differences[2] = {subtract_bf16(v[i], v[i + 2]), subtract_bf16(v[i + 4], v[i + 6])};
+      pair[2 * i] = add_bf16(W::magnitude(sums[0]), W::magnitude(sums[1]));
+      pair[2 * i + 1] = add_bf16(W::magnitude(differences[0]), W::magnitude(differences[1]));
+    }
+    return W::max(W::max(pair[0], pair[1]), W::max(pair[2], pair[3]));
+  }
+
+ private:
+  using W = Words<bf16_t>;
+  // Those of the second eight, of which all are turned around: that changes no magnitude. The first eight have the last
+  // two the other way.
+  static constexpr uint32_t kSigns = ~(kHadamardSigns >> 8) & 0xFFu;
+  static_assert(((kHadamardSigns & 0xFFu) ^ kSigns) == 0xC0u, "the last two alone");
+
+  uint32_t flip_;
+};
+
 // An amax in place, as all warps of the GPU raise it, and what this one knows of it.
 class KnownAmax {
  public:
@@ -110,7 +151,8 @@ class KnownAmax {
   }
   // The same, of magnitudes that may be larger by `rest`, which is no zero.
   __device__ __forceinline__ bool may_be_topped_by(uint32_t magnitudes, float share, float rest) const {
-    const float most = known() * share - rest;
+    constexpr float kFar = 0x1p126f;  // larger ones may be those of infinities
+    const float most = fminf(known() * share, kFar) - rest;
     return most <= 0.0f || is_above(magnitudes, most);
   }
 
