@@ -120,11 +120,14 @@ __device__ __forceinline__ bool computed_once(bool of_all) { return __shfl_sync(
 // ---------------------------------------------------------------------------------------------- kernel
 // What boxes bring is the matrix. Others make it of that: see nvfp4_whole_norm.cu.
 struct AsItIs {
-  static constexpr bool kMade = false;
+  static constexpr bool kMade = false;       // when rows are written
+  static constexpr bool kMadeAhead = false;  // before that, and before the amaxes are known
   struct Shared {};
 
   // By one warp.
   __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
+  // The thread's part of a tile, where it is: kMadeAhead.
+  __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, uint4* /*mine*/) const {}
   // Four rows of the matrix, from `row` on, of which `mine` is the thread's part. What is made goes there if kept.
   __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const uint4* mine, bool /*kept*/,
                                        FourRows& rows) const {
@@ -132,12 +135,12 @@ struct AsItIs {
   }
 };
 
-// rng: seed and offset, where kRandom.
+// rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there.
 template <bool kHadamard, typename From, Codes kCodes>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
-                       NvPlane col, NvParts parts, TileOrder order, bool written, const int64_t* rng,
-                       const float* noop) {
+                       NvPlane col, NvParts parts, TileOrder order, bool written, unsigned early,
+                       const int64_t* rng, const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr bool kRandom = kCodes == Codes::kRandom;
   constexpr bool kSquares = kCodes == Codes::kSquares;
@@ -170,7 +173,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const unsigned draw = (duty + 2u) % 4u * 32u + threadIdx.x % 32u;
   shared.dice.draw(draw, rng, static_cast<unsigned>(tile_row), static_cast<unsigned>(tile_col));
   const bool with_rows = computed_once(row.data.data != nullptr);
-  const bool with_columns = (!From::kMade && !kRandom) || computed_once(col.data.data != nullptr);
+  const bool with_columns = (!From::kMade && !From::kMadeAhead && !kRandom) || computed_once(col.data.data != nullptr);
   // What a warp finds of the parts is the whole, which the first block keeps.
   const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
     wait_for_kernel_before();
@@ -179,20 +182,24 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     if (blockIdx.x == 0u && blockIdx.y == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
     return amax;
   };
-  if (duty == 0u) {
-    if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
-  } else if (duty == 1u) {
-    if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
-  } else if (duty == 3u) {
-    from.prepare(for_making, tile_col);
-  }
+  const auto fill_tables = [&] {
+    if (duty == 0u) {
+      if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
+    } else if (duty == 1u) {
+      if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+    }
+  };
+  // What these would wait for is a tenth of their time.
+  const bool is_early = From::kMadeAhead && blockIdx.y * gridDim.x + blockIdx.x < early;
+  if (!is_early) fill_tables();
+  if (duty == 3u) from.prepare(for_making, tile_col);
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
   const auto& dice = *computed_once(&shared.dice);
-  const HeldScales of_row(*computed_once(&shared.row));
-  const HeldScales of_col(*computed_once(&shared.col));
+  const auto& row_plane_scales = *computed_once(&shared.row);
+  const auto& col_plane_scales = *computed_once(&shared.col);
   uint2 now = make_uint2(0u, 0u);
   uint2 before = now;
 #pragma unroll 1
@@ -202,6 +209,15 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     uint4* mine = &shared.patch[0][line];
     uint32_t square = 0u;
     shared.arrival.wait(count - left);
+    if constexpr (From::kMadeAhead) {
+      from.make_ahead(for_making, lane, mine);
+      if (is_early && left == count) {
+        fill_tables();
+        __syncthreads();
+      }
+    }
+    const HeldScales of_row(row_plane_scales);
+    const HeldScales of_col(col_plane_scales);
     if (kSquares) square = max_of_square(mine);
     const EasyScale of_rows(float_of(square), of_row);
     const EasyScale of_columns(float_of(square), of_col);
@@ -339,12 +355,13 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
     if (options.hadamard) kernel = nvfp4_whole_kernel<true, From, kCodes>;
   }
   const bool written = before == Before::kWritesToo;
+  const auto early = static_cast<unsigned>(multiprocessors() * NvWhole::kBlocksPerSm);
   if (before != Before::kUnknown) {
     return launch_close("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, 0, lane, boxes, from, row, col, parts,
-                        order, written, options.rng, noop);
+                        order, written, early, options.rng, noop);
   }
   launch("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, lane, boxes, from, row, col, parts, order, written,
-         options.rng, noop);
+         early, options.rng, noop);
 }
 
 }  // namespace

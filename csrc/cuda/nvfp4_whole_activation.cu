@@ -9,7 +9,8 @@ namespace {
 
 template <Activation kKind>
 struct FromActivation {
-  static constexpr bool kMade = true;
+  static constexpr bool kMade = false;
+  static constexpr bool kMadeAhead = true;
   struct Shared {
     uint4 biases[NvConfig::kLanes];  // of a tile's columns
   };
@@ -20,19 +21,25 @@ struct FromActivation {
     if (bias == nullptr || lane >= NvConfig::kLanes) return;
     shared.biases[lane] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + lane);
   }
-  __device__ __forceinline__ void take(const Shared& shared, int64_t, int lane, uint4* mine, bool kept,
-                                       FourRows& rows) const {
+  __device__ __forceinline__ void make_ahead(const Shared& shared, int lane, uint4* mine) const {
+#pragma unroll 1
+    for (int row = 0; row < kBlock; row += FourRows::kRows, mine += FourRows::kRows * NvConfig::kThreads) {
+      FourRows rows;
+      rows.load(mine);
+      if (bias != nullptr) {
+        const uint4 biases = shared.biases[lane];
+        add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
+      }
+#pragma unroll
+      for (int i = 0; i < FourRows::kRows; ++i) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) rows.word[i][w] = activation_of_word<kKind>(rows.word[i][w]);
+      }
+      rows.store(mine);
+    }
+  }
+  __device__ __forceinline__ void take(const Shared&, int64_t, int, const uint4* mine, bool, FourRows& rows) const {
     rows.load(mine);
-    if (bias != nullptr) {
-      const uint4 biases = shared.biases[lane];
-      add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
-    }
-#pragma unroll
-    for (int i = 0; i < FourRows::kRows; ++i) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) rows.word[i][w] = activation_of_word<kKind>(rows.word[i][w]);
-    }
-    if (kept) rows.store(mine);
   }
 };
 

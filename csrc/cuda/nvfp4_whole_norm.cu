@@ -10,6 +10,7 @@ namespace {
 template <bool kShifted>
 struct FromNorm {
   static constexpr bool kMade = true;
+  static constexpr bool kMadeAhead = false;
   static constexpr int kLanes = NvConfig::kLanes;
   // Of a tile's columns, the first and the last four of each lane's eight apart.
   struct Shared {
