@@ -152,30 +152,34 @@ struct PatchBias {
   }
 };
 
-// What a bias makes of a row that is not there is nothing.
-__device__ __forceinline__ void clear_unless_there(const Made& x, const MakeTask& task, int i, uint4* made) {
-  if (x.biased && i >= task.place.live_rows) *made = make_uint4(0u, 0u, 0u, 0u);
+// What a bias makes of rows that are not there is nothing. Few patches have such.
+__device__ __forceinline__ void clear_rows_not_there(const Made& x, const MakeTask& task, uint4* made) {
+  if (!x.biased) return;
+#pragma unroll 1
+  for (int i = task.place.live_rows; i < TileConfig::kPatch; ++i) {
+    made[i * MadeConfig::kThreads] = make_uint4(0u, 0u, 0u, 0u);
+  }
 }
 
 template <bool kGated>
 __device__ __forceinline__ void make_activation(const Made& x, const MakeTask& task) {
   const PatchBias<kGated> bias(x, task.place.col);
   with_activation(x.activation, [&](auto tag) {
-    for_each_row<kGated, false>(x, task, [&](int i, const uint4* from, uint4* to) {
+    for_each_row<kGated, false>(x, task, [&](int, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
       bias.unpack(x, from, v, second);
       *to = activated_eight<decltype(tag)::kind, kGated>(x.guard, v, second);
-      clear_unless_there(x, task, i, to);
     });
   });
+  clear_rows_not_there(x, task, task.made);
 }
 
 template <bool kGated>
 __device__ __forceinline__ void make_gradient(const Made& x, const MakeTask& task) {
   const PatchBias<kGated> bias(x, task.place.col);
   with_activation(x.activation, [&](auto tag) {
-    for_each_row<kGated, true>(x, task, [&](int i, const uint4* from, uint4* to) {
+    for_each_row<kGated, true>(x, task, [&](int, const uint4* from, uint4* to) {
       float v[8];
       float second[8];
       float grad[8];
@@ -183,12 +187,11 @@ __device__ __forceinline__ void make_gradient(const Made& x, const MakeTask& tas
       unpack_eight<bf16_t>(from[(kGated ? 2 : 1) * MadeConfig::kThreads], grad);
       differentiate_eight<decltype(tag)::kind>(v, second, grad, kGated);
       *to = pack_eight_bf16(v);
-      clear_unless_there(x, task, i, to);
-      if (!kGated) return;
-      to[MadeConfig::kSlot] = pack_eight_bf16(second);
-      clear_unless_there(x, task, i, to + MadeConfig::kSlot);
+      if (kGated) to[MadeConfig::kSlot] = pack_eight_bf16(second);
     });
   });
+  clear_rows_not_there(x, task, task.made);
+  if (kGated) clear_rows_not_there(x, task, task.made + MadeConfig::kSlot);
 }
 
 // Into the made tiles in shared memory.
