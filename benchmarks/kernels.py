@@ -1,6 +1,7 @@
 """CUDA kernels against the memory limit: time, bytes that must move, and the share of the copy bandwidth measured here.
 
     python benchmarks/kernels.py [--json PATH] [--shape 16384x8192 ...] [--only TEXT]
+    python benchmarks/kernels.py --json PATH --merge PART ...   # reports of some cases into one of all; needs no GPU
 
 Times are medians over CUDA events. Each call of a kernel reads another input, several of them together larger than the
 L2 cache. The limit is the device-to-device copy bandwidth (bytes read plus written) of the same run. Cases that name a
@@ -280,13 +281,38 @@ def measure(
     return results
 
 
+MACHINE = ("device", "torch", "cuda", "python", "te_dist")
+
+
+def merged(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """`whole` with the cases of `part` in the place of its own. Each keeps the copy bandwidth of its run."""
+    for key in MACHINE:
+        if whole[key] != part[key]:
+            raise ValueError(f"{key}: {part[key]!r} is not {whole[key]!r}, so these figures do not belong together")
+    rows = {}
+    for report in (whole, part):
+        for row in report["results"]:
+            bandwidth = {"copy_bandwidth_tb_s": report["copy_bandwidth_tb_s"]}
+            rows[row["kernel"], tuple(row["shape"])] = {**bandwidth, **row}
+    return {**whole, "results": list(rows.values())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", nargs="*", default=["16384x8192", "4096x4096", "8192x28672"])
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="reports of some cases, for --json's")
     options = parser.parse_args()
+    if options.merge:
+        if options.json is None:
+            parser.error("--merge needs --json, the report that its cases go into")
+        whole = json.loads(options.json.read_text())
+        for path in options.merge:
+            whole = merged(whole, json.loads(path.read_text()))
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+        return
     if not torch.cuda.is_available():
         parser.error("there is no GPU here, and these are figures of GPU kernels")
     if not getattr(kernels.extension, "has_cuda", False):

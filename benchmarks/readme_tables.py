@@ -53,12 +53,14 @@ def kernels(report: dict[str, Any]) -> str:
         rows = fused[producer, format]
         return " / ".join(f"{100 * rows[plane]['fraction']:.0f}" for plane in (PLANES[0], PLANES[2]))
 
+    copies = sorted({row.get("copy_bandwidth_tb_s", report["copy_bandwidth_tb_s"]) for row in report["results"]})
+    bandwidth = " to ".join(dict.fromkeys(f"{copies[i]:.2f}" for i in (0, -1)))
     producers = dict.fromkeys(producer for producer, _ in fused)
     second = [[producer, *(shares(producer, format) for format in formats)] for producer in producers]
     return (
         f"Microseconds for {shape[0]} x {shape[1]} bf16, and in parentheses the share of the copy bandwidth of the "
-        f"same run, {report['copy_bandwidth_tb_s']:.2f} TB/s, at which the bytes move that have to (a first pass for "
-        f"the amax included, where there is one). {origin(report)}\n\n{markdown(['kernel', *PLANES], first)}\n\n"
+        f"same run, {bandwidth} TB/s, at which the bytes move that have to (a first pass for the amax included, where "
+        f"there is one). {origin(report)}\n\n{markdown(['kernel', *PLANES], first)}\n\n"
         "What a norm or an activation makes, quantized without a pass of its own: the same share in percent, of the "
         f"row plane alone / of both.\n\n{markdown(['made by', *formats], second)}"
     )
