@@ -181,7 +181,10 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
 }  // namespace
 
 void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
-  if (launch_amax_nvfp4_norm_rows(x, amax_row, amax_col, noop, lane)) return;
+  if (launch_amax_nvfp4_norm_rows(x, amax_row, amax_col, noop, lane) ||
+      launch_amax_nvfp4_layer_rows(x, amax_row, amax_col, noop, lane)) {
+    return;
+  }
   if (x.order.ordered) {
     launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, amax_row, amax_col}, noop, lane);
   } else {

@@ -268,7 +268,7 @@ struct GroupShare {
 // The same, for as long as values come.
 class ShareOfGroup {
  public:
-  __device__ __forceinline__ explicit ShareOfGroup(float first) : first_(first) {}
+  __device__ __forceinline__ explicit ShareOfGroup(float first = 0.0f) : first_(first) {}
 
   // Value j of a vector of eight. Of what lies behind a row's end, and is zero, nothing is added.
   __device__ __forceinline__ void add(float value, int j, bool inside) {
