@@ -1,7 +1,7 @@
 // The two kernels of a norm's gradient.
 #pragma once
 
-#include "row.cuh"
+#include "row_team.cuh"
 
 namespace te_dist {
 namespace cuda {

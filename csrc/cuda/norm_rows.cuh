@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "made.cuh"
+#include "row_team.cuh"
 
 namespace te_dist {
 namespace cuda {

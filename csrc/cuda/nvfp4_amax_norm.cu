@@ -26,8 +26,8 @@ struct NormBounds {
   // What rows may be, of a known amax, without raising it, before the rest is taken off: what 1 + 4.1 / 256 and the
   // rounding of y leave of it.
   static constexpr float kOfRows = 0.979f;
-  // Four times an amax, which a transform of 16 is before its end. Of its magnitudes, those of the 16 values add up to at
-  // most four times the largest, so that they may be apart by 16 / 256 of that; and sums in bf16 may take 8.2 / 512.
+  // Four times an amax, which a transform of 16 is before its end. Of its magnitudes, those of the 16 values add up to
+  // at most four times the largest, so that they may be apart by 16 / 256 of that; and sums in bf16 may take 8.2 / 512.
   static constexpr float kOfColumns = 3.68f;
 
   // Of the largest magnitudes. What is too small for bf16 comes on top.

@@ -7,6 +7,7 @@
 // that consist of whole tiles: few instructions, and no registers for edges.
 #pragma once
 
+#include "row_team.cuh"
 #include "ways.cuh"
 
 namespace te_dist {

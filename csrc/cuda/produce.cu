@@ -5,7 +5,7 @@
 #include "activation.cuh"
 #include "columns.cuh"
 #include "produce.cuh"
-#include "row.cuh"
+#include "row_team.cuh"
 #include "tile.cuh"
 
 namespace te_dist {

@@ -3,7 +3,7 @@
 // in registers.
 #pragma once
 
-#include "row.cuh"
+#include "row_team.cuh"
 
 namespace te_dist {
 namespace cuda {

@@ -1,5 +1,6 @@
 // Host side of made.cuh and bands.cuh: what may be made on the fly, and the statistics that its tiles wait for.
 #include "made.cuh"
+#include "row_team.cuh"
 #include "tile.cuh"
 
 namespace te_dist {
