@@ -177,20 +177,22 @@ __device__ __forceinline__ void write_columns(const TwoColumns& columns, const H
       }
     }
   }
-  if (!kHadamard || hardest.are_all_easy()) return;
   // Codes of columns whose scales are not easy are wrong, and written again.
+  if constexpr (kHadamard) {
+    if (hardest.are_all_easy()) return;
 #pragma unroll 1
-  for (unsigned which = 0u; which < 8u; ++which) {
-    const unsigned of = in_turn(which / 2u);
-    const TwoColumns two = columns.next(of);
-    uint32_t word[kBlock];
-    two.load(word);
+    for (unsigned which = 0u; which < 8u; ++which) {
+      const unsigned of = in_turn(which / 2u);
+      const TwoColumns two = columns.next(of);
+      uint32_t word[kBlock];
+      two.load(word);
 #pragma unroll
-    for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
-    const TransformedColumn column(word, 1);
-    if (__all_sync(kFullWarp, EasyScale(column.largest, from).is_easy())) continue;
-    const auto draw_here = [&] { return draw(2u * of + which % 2u); };
-    two.store(which % 2u, pack_hard_transformed<kRandom>(column, from, draw_here));
+      for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
+      const TransformedColumn column(word, 1);
+      if (__all_sync(kFullWarp, EasyScale(column.largest, from).is_easy())) continue;
+      const auto draw_here = [&] { return draw(2u * of + which % 2u); };
+      two.store(which % 2u, pack_hard_transformed<kRandom>(column, from, draw_here));
+    }
   }
 }
 
