@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   wait_for_kernel_before();  // which zeroes both
   ColumnAmax columns(amax_col, &known);
   Stretches found(kKind);
+  bool from_one_on = false;  // any of the warp's values: nearly always, and then the trough needs no more work
   if (work.is_small()) columns.ask_now();  // others know much already
   work.for_each<kWarps>([&](unsigned at) {
     const unsigned down = at / across;
@@ -157,10 +158,14 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
       add_to_rows(patch.word, {biases.x, biases.y});
     }
+    const auto each_word = [&](const auto& body) {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      found.take(patch.word[i][0]);
-      found.take(patch.word[i][1]);
+      for (int i = 0; i < kBlock; ++i) body(patch.word[i][0]), body(patch.word[i][1]);
+    };
+    each_word([&](uint32_t word) { found.take_ends(word); });
+    if (!from_one_on) {
+      from_one_on = __any_sync(kFullWarp, found.has_from_one_on());
+      if (!from_one_on) each_word([&](uint32_t word) { found.take_trough(word); });
     }
     columns.hear();
     const bool low = W::fold(found.lowest()) >= Bound::kLowest;
