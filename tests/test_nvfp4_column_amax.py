@@ -134,8 +134,10 @@ def test_neighbours_bound_the_transform() -> None:
     assert 1.003 < closest < 1 + 4 / 256, closest
     alike = (torch.randn(16, 200_000, generator=generator) + 1).bfloat16()
     largest = transformed(alike).max() * 0.9
-    left = [(sums.double() > largest).double().mean() for sums in (sums_by_halves(alike.abs()), sums_of_neighbours(alike))]
-    assert left[1] < 0.02 * left[0], left
+    by_magnitudes, by_neighbours = (
+        (sums.double() > largest).double().mean() for sums in (sums_by_halves(alike.abs()), sums_of_neighbours(alike))
+    )
+    assert by_neighbours < 0.02 * by_magnitudes
 
 
 MAKERS: dict[str, Callable[[Tensor], Producer]] = {"norm": norm_of_ones, "sums": summed, "pairs": gradient_of_ones}

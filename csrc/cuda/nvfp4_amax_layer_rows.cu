@@ -8,8 +8,8 @@ namespace cuda {
 namespace {
 
 // ---------------------------------------------------------------------------------------------- statistics
-// What blocks have sent: of each row's 16 groups of columns (GroupShare), two from every one. Where they lie keeps lanes
-// that have neighbouring rows off each other's banks.
+// What blocks have sent: of each row's 16 groups of columns (GroupShare), two from every one. Where they lie keeps
+// lanes that have neighbouring rows off each other's banks.
 struct LayerParts {
   static constexpr int kBytes = kBlock * GroupShare::kGroups * 3 * 4;  // a float of each four is not sent
 

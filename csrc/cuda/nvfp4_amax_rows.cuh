@@ -131,7 +131,8 @@ __device__ __forceinline__ void make_stats(ClusterShared<Rows>& shared, uint4* m
     shared.parts_there[turn].wait(round / 2u);
     // Written while the kernel before may still run, which knows nothing of it; all before that one has ended.
     maker.make(shared.parts[turn], shared.stats[turn], cluster_member() == 0 ? groups.row(round) : -1);
-    if (lane == 0) shared.parts_there[turn].expect(Rows::Parts::kBytes);  // before those who are told send the next ones
+    // Before those who are told send the next ones.
+    if (lane == 0) shared.parts_there[turn].expect(Rows::Parts::kBytes);
     Told::stats_there();
     if (round == 0u) continue;
     // The next ones take the place of the rows before these, and of their statistics.

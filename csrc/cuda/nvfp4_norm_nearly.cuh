@@ -1,5 +1,5 @@
-// What a norm makes, nearly: in bf16, two values an instruction, and how far that may be off. NVFP4's amaxes of a norm are
-// found by it.
+// What a norm makes, nearly: in bf16, two values an instruction, and how far that may be off. NVFP4's amaxes of a norm
+// are found by it.
 #pragma once
 
 #include "nvfp4_amax.cuh"
