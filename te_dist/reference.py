@@ -340,9 +340,9 @@ def hadamard_signs(random_signs: bool, device: torch.device) -> Tensor:
 
 
 def hadamard(x: Tensor, random_signs: bool) -> Tensor:
-    """The transform on groups of 16 of the last dimension; inputs and results are rounded to bf16."""
+    """The transform on groups of 16 of the last dimension; inputs and results are rounded to bf16. Zero is +0."""
     groups = x.to(torch.bfloat16).float().reshape(-1, 16) * hadamard_signs(random_signs, x.device)
-    return (_butterfly(groups) * 0.25).to(torch.bfloat16).float().view(x.shape)
+    return ((_butterfly(groups) + 0.0) * 0.25).to(torch.bfloat16).float().view(x.shape)
 
 
 def hadamard_inverse(x: Tensor, random_signs: bool) -> Tensor:

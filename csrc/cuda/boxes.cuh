@@ -15,8 +15,9 @@ namespace cuda {
 // ---------------------------------------------------------------------------------------------- host
 // What boxes are cut out of: a matrix of bytes or bf16 values, as three dimensions, the innermost first, whose steps
 // are any multiples of 16 bytes. In shared memory, boxes lie in this order. kSpread: bits 4 and 5 of the address there
-// are XORed with bits 7 and 8 (of memory that is aligned to 512 bytes, for boxes 64 bytes wide).
-enum class BoxPlaces { kPlain, kSpread };
+// are XORed with bits 7 and 8 (of memory that is aligned to 512 bytes, for boxes 64 bytes wide). kSpreadWide: bits 4 to 6
+// with bits 7 to 9 (aligned to 1024 bytes, 128 bytes wide).
+enum class BoxPlaces { kPlain, kSpread, kSpreadWide };
 
 struct BoxedMatrix {
   void* data;

@@ -162,6 +162,14 @@ __device__ __forceinline__ void flip_standard(float (&v)[kBlock]) {
   for (int i = 0; i < kBlock; ++i) v[i] = ((kHadamardSigns >> i) & 1u) != 0 ? -v[i] : v[i];
 }
 
+// The transform of a column with the standard signs: pairs of bf16 values.
+__device__ __forceinline__ void transform_column(float (&v)[kBlock], uint32_t (&pair)[kBlock / 2]) {
+  flip_standard(v);
+  butterfly16(v);
+#pragma unroll
+  for (int k = 0; k < kBlock / 2; ++k) pair[k] = pack_bf16(transformed(v[2 * k]), transformed(v[2 * k + 1]));
+}
+
 // butterfly16 but for its last stage, and the larger magnitudes behind that: of a + b and a - b, |a| + |b|.
 __device__ __forceinline__ void butterfly_but_last(float (&v)[kBlock], uint32_t (&larger)[kBlock / 2]) {
   butterfly_stage<1>(v);
@@ -169,6 +177,16 @@ __device__ __forceinline__ void butterfly_but_last(float (&v)[kBlock], uint32_t 
   butterfly_stage<4>(v);
 #pragma unroll
   for (int i = 0; i < kBlock / 2; ++i) larger[i] = bits_of(fabsf(v[i]) + fabsf(v[i + kBlock / 2]));
+}
+
+// butterfly16 of the values that 16 lanes have.
+__device__ __forceinline__ float butterfly_across_lanes(float v) {
+#pragma unroll
+  for (unsigned apart = 1u; apart < 16u; apart *= 2u) {
+    const float other = __shfl_xor_sync(kFullWarp, v, apart);
+    v = (threadIdx.x & apart) != 0u ? other - v : v + other;
+  }
+  return v;
 }
 
 // Where the transform was asked for with other signs than the standard ones.

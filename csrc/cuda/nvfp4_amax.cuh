@@ -53,13 +53,8 @@ __device__ __forceinline__ uint32_t transformed_across_lanes(uint32_t word) {
   uint32_t largest = 0u;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    float v = flip_sign(Words<bf16_t>::element(word, e), kHadamardSigns, static_cast<int>(row));
-#pragma unroll
-    for (unsigned apart = 1u; apart < 16u; apart *= 2u) {
-      const float other = __shfl_xor_sync(kFullWarp, v, apart);
-      v = (row & apart) != 0u ? other - v : v + other;
-    }
-    largest = max(largest, bits_of(fabsf(v)));
+    const float v = flip_sign(Words<bf16_t>::element(word, e), kHadamardSigns, static_cast<int>(row));
+    largest = max(largest, bits_of(fabsf(butterfly_across_lanes(v))));
   }
   return largest;
 }

@@ -1,4 +1,4 @@
-// The codes of columns of bf16 values, as they are or transformed, one after another. A thread has 16 rows of eight.
+// The codes of columns of bf16 values as they are, one after another. A thread has 16 rows of eight.
 #pragma once
 
 #include "nvfp4_dice.cuh"
@@ -13,7 +13,7 @@ namespace {
 // How values become codes. kSquares: to the nearest, with scales of 16 x 16 blocks.
 enum class Codes { kNearest, kRandom, kSquares };
 
-// ---------------------------------------------------------------------------------------------- columns as they are
+// ---------------------------------------------------------------------------------------------- columns
 struct ColumnCodes {
   uint2 codes;
   uint32_t scale;
@@ -38,11 +38,11 @@ __device__ __forceinline__ ColumnCodes pack_easy_column_at_random(const Value& v
                      scale.code};
 }
 
+// words: their random bytes.
 __device__ __forceinline__ ColumnCodes pack_hard_column_at_random(const uint32_t (&pair)[8], const HeldScales& from,
-                                                                  const RandomBytes<4>& bytes) {
+                                                                  const uint32_t (&words)[4]) {
   const NvScale scale = make_scale(float_of(max_of_column(pair)), from.plane.global);
   const float factor = exact_factor(scale.code, from.plane.global);
-  const uint32_t words[4] = {bytes.word(0), bytes.word(1), bytes.word(2), bytes.word(3)};
   return ColumnCodes{make_uint2(pack_random<bf16_t, 8>(pair, factor, words),
                                 pack_random<bf16_t, 8>(pair + 4, factor, words + 2)),
                      scale.code};
@@ -77,47 +77,10 @@ __device__ __forceinline__ ColumnCodes column_as_it_is(const uint32_t (&word)[kB
   if constexpr (kCodes == Codes::kRandom) {
     const RandomBytes<4> bytes = draw();
     if (__all_sync(kFullWarp, scale.is_easy())) return pack_easy_column_at_random(value, scale, bytes);
-    return pack_hard_column_at_random(pair, from, bytes);
+    return pack_hard_column_at_random(pair, from, {bytes.word(0), bytes.word(1), bytes.word(2), bytes.word(3)});
   }
   if (__all_sync(kFullWarp, scale.is_easy())) return pack_easy_column<kRaised>(value, scale);
   return pack_hard_column(pair, scale.code, from.plane.global);
-}
-
-// ---------------------------------------------------------------------------------------------- transformed columns
-// Column e of two that lie in words, transformed, but for the product with 1/4 at the end. That commutes with the
-// rounding to bf16 unless numbers are very large or very small, so that scales take it over.
-struct TransformedColumn {
-  float v[kBlock];
-  float largest;  // magnitude, of what is rounded
-
-  __device__ __forceinline__ TransformedColumn(const uint32_t (&word)[kBlock], int e) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = Words<bf16_t>::element(word[i], e);
-    flip_standard(v);
-    uint32_t sums[8];  // of two infinities no NaN, which makes no difference: both are no easy scale
-    butterfly_but_last(v, sums);
-    const uint32_t most = __vimax3_u32(__vimax3_u32(sums[0], sums[1], sums[2]), sums[3], sums[4]);
-    largest = rounded(float_of(max(__vimax3_u32(most, sums[5], sums[6]), sums[7])));
-    butterfly_stage<8>(v);
-  }
-  // To bf16, an instruction.
-  static __device__ __forceinline__ float rounded(float x) { return float_of(pack_bf16(0.0f, x)); }
-
-  // Of neighbours.
-  __device__ __forceinline__ void pairs(float factor, uint32_t (&to)[8]) const {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) to[k] = pack_bf16(v[2 * k] * factor, v[2 * k + 1] * factor);
-  }
-};
-
-// draw(): random bytes, where kRandom.
-template <bool kRandom, typename Draw>
-__device__ __forceinline__ ColumnCodes pack_hard_transformed(const TransformedColumn& column, const HeldScales& from,
-                                                             const Draw& draw) {
-  uint32_t pair[8];
-  column.pairs(0.25f, pair);
-  if constexpr (kRandom) return pack_hard_column_at_random(pair, from, draw());
-  return pack_hard_column(pair, make_scale(float_of(max_of_column(pair)), from.plane.global).code, from.plane.global);
 }
 
 // ---------------------------------------------------------------------------------------------- all of a thread
@@ -143,16 +106,13 @@ struct TwoColumns {
   }
 };
 
-// All eight of a thread, two after two. kRaised: from.plane.raises. square: their scale, where kSquares. draw(column):
-// random bytes, where kRandom.
-template <bool kHadamard, Codes kCodes, bool kRaised, typename Draw>
+// All eight of a thread, as they are, two after two. kRaised: from.plane.raises. square: their scale, where kSquares.
+// draw(column): random bytes, where kRandom.
+template <Codes kCodes, bool kRaised, typename Draw>
 __device__ __forceinline__ void write_columns(const TwoColumns& columns, const HeldScales& from,
                                               const EasyScale& square, const Draw& draw) {
-  constexpr bool kRandom = kCodes == Codes::kRandom;
   // Each eight lanes have columns of their own, so that they meet every bank once.
-  const auto in_turn = [](unsigned turn) { return (turn + threadIdx.x / 8u) % 4u; };
-  HardestScale hardest;
-  unsigned w = in_turn(0u);
+  unsigned w = threadIdx.x / 8u % 4u;
 #pragma unroll 1
   for (unsigned turn = 0; turn < 4u; ++turn, w = (w + 1u) % 4u) {
     asm("" : "+r"(w));  // or the compiler would reduce it again wherever it is used
@@ -161,37 +121,7 @@ __device__ __forceinline__ void write_columns(const TwoColumns& columns, const H
     two.load(word);
 #pragma unroll
     for (unsigned e = 0u; e < 2u; ++e) {
-      const auto draw_here = [&] { return draw(2u * w + e); };
-      if constexpr (!kHadamard) {
-        two.store(e, column_as_it_is<kCodes, kRaised>(word, e, from, square, draw_here));
-      } else {
-        const TransformedColumn column(word, e);
-        const EasyScale scale(column.largest, from);
-        const auto value = [&](int i) { return TransformedColumn::rounded(column.v[i]); };
-        if constexpr (kRandom) {
-          two.store(e, pack_easy_column_at_random(value, scale, draw_here()));
-        } else {
-          two.store(e, pack_easy_column<kRaised>(value, scale));
-        }
-        hardest.add(scale.largest);
-      }
-    }
-  }
-  // Codes of columns whose scales are not easy are wrong, and written again.
-  if constexpr (kHadamard) {
-    if (hardest.are_all_easy()) return;
-#pragma unroll 1
-    for (unsigned which = 0u; which < 8u; ++which) {
-      const unsigned of = in_turn(which / 2u);
-      const TwoColumns two = columns.next(of);
-      uint32_t word[kBlock];
-      two.load(word);
-#pragma unroll
-      for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
-      const TransformedColumn column(word, 1);
-      if (__all_sync(kFullWarp, EasyScale(column.largest, from).is_easy())) continue;
-      const auto draw_here = [&] { return draw(2u * of + which % 2u); };
-      two.store(which % 2u, pack_hard_transformed<kRandom>(column, from, draw_here));
+      two.store(e, column_as_it_is<kCodes, kRaised>(word, e, from, square, [&] { return draw(2u * w + e); }));
     }
   }
 }

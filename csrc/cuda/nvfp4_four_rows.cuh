@@ -10,22 +10,35 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
+// A thread's 16 rows of eight columns in shared memory, row i of all threads side by side.
+class PlainRows {
+ public:
+  __device__ __forceinline__ explicit PlainRows(uint4* first) : first_(first) {}
+
+  __device__ __forceinline__ PlainRows from(int row) const { return PlainRows(first_ + row * NvConfig::kThreads); }
+  __device__ __forceinline__ uint4* at(int row) const { return first_ + row * NvConfig::kThreads; }
+
+ private:
+  uint4* first_;
+};
+
 struct FourRows {
   static constexpr int kRows = 4;
   uint32_t word[kRows][4];
 
-  __device__ __forceinline__ void load(const uint4* from) {
+  // rows: PlainRows or the like, from the first of these on.
+  template <typename Rows>
+  __device__ __forceinline__ void load(const Rows& rows) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint4 v = from[i * NvConfig::kThreads];
+      const uint4 v = *rows.at(i);
       word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
     }
   }
-  __device__ __forceinline__ void store(uint4* to) const {
+  template <typename Rows>
+  __device__ __forceinline__ void store(const Rows& rows) const {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      to[i * NvConfig::kThreads] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
-    }
+    for (int i = 0; i < kRows; ++i) *rows.at(i) = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
   }
   // The largest magnitudes of two rows' blocks, in the halves of a word. The other thread that holds those blocks has
   // the other two rows'.

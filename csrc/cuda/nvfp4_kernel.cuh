@@ -326,16 +326,15 @@ __device__ __forceinline__ void column_words(const NvPatch<T>& patch, int j, boo
   }
   float v[kBlock];
   column_values<T>(patch, j, v);
-  flip_standard(v);
-  butterfly16(v);
+  uint32_t pair[kBlock / 2];
+  transform_column(v, pair);
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const uint32_t pair = pack_bf16(v[2 * k] * 0.25f, v[2 * k + 1] * 0.25f);
+  for (int k = 0; k < kBlock / 2; ++k) {
     if constexpr (kPer == 2) {
-      word[k] = pair;
+      word[k] = pair[k];
     } else {
-      word[2 * k] = pair << 16;
-      word[2 * k + 1] = pair & 0xFFFF0000u;
+      word[2 * k] = pair[k] << 16;
+      word[2 * k + 1] = pair[k] & 0xFFFF0000u;
     }
   }
 }

@@ -3,7 +3,8 @@
 // work in one piece does not fit the cache of instructions.
 //
 // A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of one
-// column after another. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
+// column after another, or with others those that matrix units transform (nvfp4_transformed.cuh). Tiles come, and codes
+// of columns leave, as boxes: their copies cost no instructions.
 //
 // What these kernels wait for is instructions, those of logic and shifts above all, and the number of their requests to
 // L2, not the bytes. Hence the multiplications where shifts would do, and blocks that take two tiles, one below the
@@ -18,6 +19,7 @@
 #include "boxes.cuh"
 #include "nvfp4_columns.cuh"
 #include "nvfp4_four_rows.cuh"
+#include "nvfp4_transformed.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -78,20 +80,23 @@ struct TileOrder {
 
 // A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
 struct NvBoxes {
-  CUtensorMap in;         // of a tile: [16][kGroups][128 columns], row i of all patches first
-  CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
+  // Of a tile, [16][kGroups][128 columns], row i of all patches first; where columns are transformed, half of one,
+  // [kGroups][16][64 columns].
+  CUtensorMap in;
+  // Of a tile, [8][kLanes][64 bytes], line j of all lanes first; of transformed columns, [128][64 bytes].
+  CUtensorMap col_codes;
 };
 
 // Dice: of random bytes, or nothing. It is in here as five blocks a multiprocessor have no more room than this takes.
 template <typename Dice>
 struct NvShared {
   alignas(512) uint2 col_codes[NvPatch<bf16_t>::kCols][NvConfig::kLanes][NvConfig::kGroups];
-  alignas(128) uint4 patch[kBlock][NvConfig::kThreads];
   alignas(8) uint8_t row_scales[NvConfig::kRows][NvTile<bf16_t>::kRowScales];
   alignas(8) uint8_t col_scales[NvTile<bf16_t>::kCols][NvTile<bf16_t>::kColScales];
   PlaneScales row;
   PlaneScales col;
   Arrival arrival;
+  uint8_t queue[NvConfig::kThreads / 32][OnceMore::kQueue];
   Dice dice;
 
   // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
@@ -100,11 +105,21 @@ struct NvShared {
   }
 };
 
+using TileWords = uint4[kBlock][NvConfig::kThreads];
+
 // All of a tile, by one thread.
-template <typename Dice>
-__device__ __forceinline__ void fetch_tile(NvShared<Dice>& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
-  shared.arrival.expect(sizeof(shared.patch));
-  load_box(shared.patch, boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), 0, shared.arrival);
+template <bool kHadamard>
+__device__ __forceinline__ void fetch_tile(TileWords& to, Arrival& arrival, const NvBoxes& boxes, int64_t row,
+                                           int64_t col) {
+  const auto x = static_cast<int>(col);
+  const auto group = static_cast<int>(row / kBlock);
+  arrival.expect(sizeof(to));
+  if (kHadamard) {
+    load_box(to, boxes.in, x, 0, group, arrival);
+    load_box(&to[kBlock / 2], boxes.in, x + static_cast<int>(SpreadTile::kHalfCols), 0, group, arrival);
+  } else {
+    load_box(to, boxes.in, x, group, 0, arrival);
+  }
 }
 
 // The same place in shared memory, which the compiler does not know how to compute. If it did, it would do so again
@@ -127,20 +142,22 @@ struct AsItIs {
   // By one warp.
   __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
   // The thread's part of a tile, where it is: kMadeAhead.
-  __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, uint4* /*mine*/) const {}
+  template <typename Rows>
+  __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, const Rows& /*mine*/) const {}
   // Four rows of the matrix, from `row` on, of which `mine` is the thread's part. What is made goes there if kept.
-  __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const uint4* mine, bool /*kept*/,
+  template <typename Rows>
+  __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const Rows& mine, bool /*kept*/,
                                        FourRows& rows) const {
     rows.load(mine);
   }
 };
 
-// rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there.
+// rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there. exact: ExactSums's.
 template <bool kHadamard, typename From, Codes kCodes>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
                        NvPlane col, NvParts parts, TileOrder order, bool written, unsigned early,
-                       const int64_t* rng, const float* noop) {
+                       const int64_t* rng, float exact, const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr bool kRandom = kCodes == Codes::kRandom;
   constexpr bool kSquares = kCodes == Codes::kSquares;
@@ -149,7 +166,10 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   static_assert(!kSquares || (!kHadamard && !From::kMade), "squares are cut out of a matrix in memory");
   static_assert(Tile::kCols == kTile && NvConfig::kRows == kTile && NvConfig::kThreads == kTile, "square tiles");
   static_assert(NvWhole::kTall == 2u, "the scales of the tile before are held");
-  __shared__ NvShared<std::conditional_t<kRandom, Dice, NoDice>> shared;
+  using UsedDice = std::conditional_t<kRandom, Dice, NoDice>;
+  static_assert(SpreadTile::kHalf * 2 == sizeof(TileWords), "two halves");
+  alignas(SpreadTile::kAlignment) __shared__ TileWords patch;
+  __shared__ NvShared<UsedDice> shared;
   __shared__ typename From::Shared for_making;
   if (is_noop(noop)) return;
   __builtin_assume(threadIdx.x < NvConfig::kThreads);
@@ -167,7 +187,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   if (asks) {
     shared.arrival.init();
     if (written) wait_for_kernel_before();
-    fetch_tile(shared, boxes, tile_row, tile_col);
+    fetch_tile<kHadamard>(patch, shared.arrival, boxes, tile_row, tile_col);
   }
   // By warps that fill no table, as far as they go.
   const unsigned draw = (duty + 2u) % 4u * 32u + threadIdx.x % 32u;
@@ -194,10 +214,20 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   if (!is_early) fill_tables();
   if (duty == 3u) from.prepare(for_making, tile_col);
   __syncthreads();
-  const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
+  const auto& dice = *computed_once(&shared.dice);
+  const SpreadTile spread{shared_address(patch)};
+  const TransformedTile<kRandom, UsedDice> transformed(spread, SpreadCodes{shared_address(shared.col_codes)},
+                                                       shared.col_scales, shared.queue[0], dice, exact);
+  const auto rows_of_thread = [&] {
+    if constexpr (kHadamard) {
+      return SpreadRows(spread, static_cast<unsigned>(lane), static_cast<unsigned>(group));
+    } else {
+      return PlainRows(&patch[0][line]);
+    }
+  }();
+  const TwoColumns columns{reinterpret_cast<const uint32_t*>(&patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
-  const auto& dice = *computed_once(&shared.dice);
   const auto& row_plane_scales = *computed_once(&shared.row);
   const auto& col_plane_scales = *computed_once(&shared.col);
   uint2 now = make_uint2(0u, 0u);
@@ -206,11 +236,10 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   for (unsigned left = count;;) {
     uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
     uint8_t* row_scales = &shared.row_scales[group * kBlock + (kSquares ? 0 : lane % 2 * 2)][lane / 2];
-    uint4* mine = &shared.patch[0][line];
     uint32_t square = 0u;
     shared.arrival.wait(count - left);
     if constexpr (From::kMadeAhead) {
-      from.make_ahead(for_making, lane, mine);
+      from.make_ahead(for_making, lane, rows_of_thread);
       if (is_early && left == count) {
         fill_tables();
         __syncthreads();
@@ -218,7 +247,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     }
     const HeldScales of_row(row_plane_scales);
     const HeldScales of_col(col_plane_scales);
-    if (kSquares) square = max_of_square(mine);
+    if (kSquares) square = max_of_square(&patch[0][line]);
     const EasyScale of_rows(float_of(square), of_row);
     const EasyScale of_columns(float_of(square), of_col);
     if (kSquares && with_rows) {
@@ -235,11 +264,14 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       };
     };
     HardestScale hardest_rows;
+    LeastOfColumns least;
     const auto write_rows = [&](auto raised) {
 #pragma unroll 1
       for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
+        const auto mine = rows_of_thread.from(step * NvWhole::kRowsAtOnce);
         FourRows rows;
         from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
+        if (kHadamard && with_columns) least.add(rows);
         if constexpr (kSquares) {
           write_four_rows<raised.value>(rows, of_rows, of_row.plane.global, to, row.data.cols);
         } else if (with_rows) {
@@ -249,40 +281,44 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
           scales.add_to(hardest_rows);
           if (From::kMade && !with_columns && !__all_sync(kFullWarp, scales.are_easy())) rows.store(mine);
         }
-        mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
         to += NvWhole::kRowsAtOnce * row.data.cols;
         row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
       }
     };
-    if (From::kMade || with_rows) with_raises<kRandom>(of_row.plane, write_rows);
+    if (From::kMade || kHadamard || with_rows) with_raises<kRandom>(of_row.plane, write_rows);
     // Codes of rows whose scales are not easy are wrong, and written again.
     const bool all_easy = kSquares || !with_rows || hardest_rows.are_all_easy();
 #pragma unroll 1
     for (int step = 0; !all_easy && step < kBlock / NvWhole::kRowsAtOnce; ++step) {
       FourRows rows;
-      rows.load(&shared.patch[step * NvWhole::kRowsAtOnce][line]);
+      rows.load(rows_of_thread.from(step * NvWhole::kRowsAtOnce));
       const ScalesOfFour scales(rows, of_row);
       if (__all_sync(kFullWarp, scales.are_easy())) continue;
       to = row.data.data + (first + step * NvWhole::kRowsAtOnce) * row.data.cols + (tile_col + lane * kCols) / 2;
       write_four_hard_rows<kRandom>(rows, scales, of_row.plane.global, to, row.data.cols, draw_of_rows(step));
     }
-    const RandomBytes<4>::Place place_in_columns([&](int w) { return dice.of_place(true, group, w); });
-    const auto draw_of_column = [&](unsigned column) {
-      return RandomBytes<4>(dice.of_line(true, lane * kCols + static_cast<int>(column)), place_in_columns);
-    };
     if (with_columns) {
+      if constexpr (kHadamard) least.leave_out_zeros(rows_of_thread);
+      const RandomBytes<4>::Place place_in_columns([&](int w) { return dice.of_place(true, group, w); });
+      const auto draw_of_column = [&](unsigned column) {
+        return RandomBytes<4>(dice.of_line(true, lane * kCols + static_cast<int>(column)), place_in_columns);
+      };
       with_raises<kRandom>(of_col.plane, [&](auto raised) {
-        write_columns<kHadamard, kCodes, raised.value>(columns, of_col, of_columns, draw_of_column);
+        if constexpr (kHadamard) {
+          transformed.template write<raised.value>(of_col, least);
+        } else {
+          write_columns<kCodes, raised.value>(columns, of_col, of_columns, draw_of_column);
+        }
       });
     }
     --left;
     show_to_copies();
     __syncthreads();
     if (asks) {
-      if (left > 0u) fetch_tile(shared, boxes, tile_row + kTile, tile_col);
+      if (left > 0u) fetch_tile<kHadamard>(patch, shared.arrival, boxes, tile_row + kTile, tile_col);
       if (with_columns) {
-        store_box(boxes.col_codes, static_cast<int>(tile_row / 2), static_cast<int>(tile_col / kCols), 0,
-                  shared.col_codes);
+        const auto col = static_cast<int>(kHadamard ? tile_col : tile_col / kCols);
+        store_box(boxes.col_codes, static_cast<int>(tile_row / 2), col, 0, shared.col_codes);
       }
     }
     const auto eight = [](const uint8_t(&of)[8]) { return *reinterpret_cast<const uint2*>(of); };
@@ -306,25 +342,39 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
 }
 
 // ---------------------------------------------------------------------------------------------- host
-NvBoxes boxes_of(const Input& x, const Planes& out) {
+NvBoxes boxes_of(const Input& x, bool hadamard, const Planes& out) {
   constexpr auto kLanes = static_cast<cuuint32_t>(NvConfig::kLanes);
   constexpr auto kGroups = static_cast<cuuint32_t>(NvConfig::kGroups);
   constexpr auto kCols = static_cast<cuuint32_t>(NvPatch<bf16_t>::kCols);
   const auto rows = static_cast<cuuint64_t>(x.rows);
   const auto cols = static_cast<cuuint64_t>(x.cols);
   const auto step = static_cast<cuuint64_t>(x.stride) * sizeof(bf16_t);
-  const BoxedMatrix in{const_cast<void*>(x.data),
-                       CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                       {cols, rows / kBlock, kBlock},
-                       {kBlock * step, step},
-                       {kLanes * kCols, kGroups, kBlock},
-                       BoxPlaces::kPlain};
-  const BoxedMatrix codes{out.col_data,
-                          CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                          {rows / 2, cols / kCols, kCols},
-                          {kCols * rows / 2, rows / 2},
-                          {kGroups * sizeof(uint2), kLanes, kCols},
-                          BoxPlaces::kSpread};
+  BoxedMatrix in{const_cast<void*>(x.data),
+                 CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                 {cols, rows / kBlock, kBlock},
+                 {kBlock * step, step},
+                 {kLanes * kCols, kGroups, kBlock},
+                 BoxPlaces::kPlain};
+  BoxedMatrix codes{out.col_data,
+                    CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                    {rows / 2, cols / kCols, kCols},
+                    {kCols * rows / 2, rows / 2},
+                    {kGroups * sizeof(uint2), kLanes, kCols},
+                    BoxPlaces::kSpread};
+  if (hadamard) {
+    in = BoxedMatrix{in.data,
+                     in.type,
+                     {cols, kBlock, rows / kBlock},
+                     {step, kBlock * step},
+                     {SpreadTile::kHalfCols, kBlock, kGroups},
+                     BoxPlaces::kSpreadWide};
+    codes = BoxedMatrix{codes.data,
+                        codes.type,
+                        {rows / 2, cols, 1u},
+                        {rows / 2, cols * (rows / 2)},
+                        {kGroups * sizeof(uint2), kLanes * kCols, 1u},
+                        BoxPlaces::kSpread};
+  }
   return NvBoxes{map_of(in), out.col_data != nullptr ? map_of(codes) : CUtensorMap{}};
 }
 
@@ -350,7 +400,7 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   const NvPlane col = nv_col_plane(x, out, amax_col);
   const TileOrder order = TileOrder::of(x.rows, x.cols);
   const dim3 blocks = order.blocks(x.cols);
-  const NvBoxes boxes = boxes_of(x, out);
+  const NvBoxes boxes = boxes_of(x, options.hadamard, out);
   auto kernel = nvfp4_whole_kernel<false, From, kCodes>;
   if constexpr (kCodes != Codes::kSquares) {
     if (options.hadamard) kernel = nvfp4_whole_kernel<true, From, kCodes>;
@@ -359,10 +409,10 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   const auto early = static_cast<unsigned>(multiprocessors() * NvWhole::kBlocksPerSm);
   if (before != Before::kUnknown) {
     return launch_close("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, 0, lane, boxes, from, row, col, parts,
-                        order, written, early, options.rng, noop);
+                        order, written, early, options.rng, ExactSums::here(), noop);
   }
   launch("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, lane, boxes, from, row, col, parts, order, written,
-         early, options.rng, noop);
+         early, options.rng, ExactSums::here(), noop);
 }
 
 }  // namespace

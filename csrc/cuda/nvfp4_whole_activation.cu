@@ -21,23 +21,26 @@ struct FromActivation {
     if (bias == nullptr || lane >= NvConfig::kLanes) return;
     shared.biases[lane] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + lane);
   }
-  __device__ __forceinline__ void make_ahead(const Shared& shared, int lane, uint4* mine) const {
+  template <typename Rows>
+  __device__ __forceinline__ void make_ahead(const Shared& shared, int lane, const Rows& mine) const {
     uint4 biases = make_uint4(0u, 0u, 0u, 0u);
     if (bias != nullptr) biases = shared.biases[lane];
 #pragma unroll 1
-    for (int row = 0; row < kBlock; row += FourRows::kRows, mine += FourRows::kRows * NvConfig::kThreads) {
+    for (int row = 0; row < kBlock; row += FourRows::kRows) {
+      const auto here = mine.from(row);
       FourRows rows;
-      rows.load(mine);
+      rows.load(here);
       if (bias != nullptr) add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
 #pragma unroll
       for (int i = 0; i < FourRows::kRows; ++i) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) rows.word[i][w] = activation_of_word<kKind>(rows.word[i][w]);
       }
-      rows.store(mine);
+      rows.store(here);
     }
   }
-  __device__ __forceinline__ void take(const Shared&, int64_t, int, const uint4* mine, bool, FourRows& rows) const {
+  template <typename Rows>
+  __device__ __forceinline__ void take(const Shared&, int64_t, int, const Rows& mine, bool, FourRows& rows) const {
     rows.load(mine);
   }
 };

@@ -28,7 +28,8 @@ struct FromNorm {
     if (kShifted) shared.bias[at % 2][at / 2] = load_vector_four(x.bias, col, kNoBias);
   }
 
-  __device__ __forceinline__ void take(const Shared& shared, int64_t row, int lane, uint4* mine, bool kept,
+  template <typename Rows>
+  __device__ __forceinline__ void take(const Shared& shared, int64_t row, int lane, const Rows& mine, bool kept,
                                        FourRows& rows) const {
     rows.load(mine);
     make(shared, row, lane, rows);

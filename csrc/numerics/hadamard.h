@@ -1,7 +1,8 @@
 // The 16x16 randomised Hadamard transform on NVFP4's column plane: y = x . diag(signs) . H16 . 0.25.
 //
 // The sum runs as a butterfly of four stages in fp32 (strides 1, 2, 4, 8), and the result is rounded to bf16:
-// that order is part of the definition. The transform is orthogonal, so two operands of a GEMM that are both
+// that order is part of the definition. A sum of zero is +0, as one that begins with +0 is in any order: so any order
+// will do where all sums on the way are fp32 numbers. The transform is orthogonal, so two operands of a GEMM that are both
 // transformed along the contracted dimension give the product of the untransformed ones.
 #pragma once
 
@@ -36,13 +37,22 @@ TED_FN void butterfly16(float (&v)[16]) {
   butterfly_stage<8>(v);
 }
 
+// What the butterfly leaves, as a result that is yet to be rounded to bf16.
+TED_FN float transformed(float sum) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(sum, 0.25f, 0.0f);
+#else
+  return (sum + 0.0f) * 0.25f;
+#endif
+}
+
 // In place; the inputs are bf16 values held in floats, and so are the results.
 TED_FN void hadamard16(float (&v)[16], uint32_t signs) {
   TED_UNROLL
   for (int i = 0; i < 16; ++i) v[i] = flip_sign(v[i], signs, i);
   butterfly16(v);
   TED_UNROLL
-  for (int i = 0; i < 16; ++i) v[i] = to_float(to_bf16(v[i] * 0.25f));
+  for (int i = 0; i < 16; ++i) v[i] = to_float(to_bf16(transformed(v[i])));
 }
 
 // The way back, in fp32, for dequantize.
