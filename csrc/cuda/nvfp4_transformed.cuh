@@ -147,12 +147,11 @@ struct ExactSums {
 };
 
 // 16 x 16 bf16 values: four matrices of 8 x 8, of which lanes name the rows (lanes 0 to 7 those of the first one),
-// transposed. A lane gets rows 2 (lane % 4) and the next one of column lane / 4.
+// transposed. May be done earlier than it stands here, wherever `row` is known. A lane gets rows 2 (lane % 4) and the next one of column lane / 4.
 __device__ __forceinline__ void load_transposed(uint32_t (&matrix)[4], unsigned row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
-               : "r"(row)
-               : "memory");
+  asm("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+      : "r"(row));
 }
 
 // sum + a b; a: 16 x 16, b: 16 x 8. A lane has of row lane / 4, and then of row lane / 4 + 8, columns 2 (lane % 4) and
@@ -349,12 +348,19 @@ class TransformedTile {
     const TransformedBlock first(group, lane, 0u);
     const unsigned column = lane % 4u / 2u * 16u + lane / 4u;  // EightOfTwo's
     const unsigned place = SpreadTile::place_in_group(lane % 8u + lane / 16u * 8u, lane / 8u % 2u);
-    const unsigned rows = values_.group(0u, group) + place;
+    unsigned rows = values_.group(0u, group) + place;
+    asm volatile("" : "+r"(rows) : : "memory");  // what is loaded by it has been written before: load_transposed
     const unsigned exponents = exponents_of(first.column / 8u, group) + first.column % 8u;
     const unsigned codes = codes_of(column, group) + lane % 2u * 4u;
     const unsigned scales = shared_address(&scales_[first.column][group]);
     const RandomBytes<2>::Place random(
         [&](int w) { return dice_.of_place(true, static_cast<int>(group), static_cast<int>(lane % 2u * 2u) + w); });
+    uint32_t exponent[TransformedBlock::kOfGroup];
+#pragma unroll
+    for (unsigned which = 0u; which < TransformedBlock::kOfGroup; ++which) {
+      exponent[which] = *in_shared_memory<uint8_t>(exponents + which * (kCols * SpreadCodes::kColumn));
+    }
+    __syncwarp();  // where they have been read, codes will be written
     uint32_t again = 0u;
 #pragma unroll
     for (unsigned which = 0u; which < TransformedBlock::kOfGroup; ++which) {
@@ -365,11 +371,9 @@ class TransformedTile {
       const uint32_t largest = eight.largest();
       const float amax = float_of(odd ? high_float(largest) : low_float(largest));
       const EasyScale scale(amax, from);
-      const uint32_t exponent = *in_shared_memory<uint8_t>(exponents + which * (kCols * SpreadCodes::kColumn));
-      if (!(is_exact(amax, exponent) && scale.is_easy())) again |= 1u << which;
+      if (!(is_exact(amax, exponent[which]) && scale.is_easy())) again |= 1u << which;
       *in_shared_memory<uint8_t>(scales + which * sizeof(scales_[0]) * kCols) = static_cast<uint8_t>(scale.code);
       const float other = __shfl_xor_sync(kFullWarp, scale.factor, 1);
-      __syncwarp();  // exponents that have been read will be written to
 #pragma unroll
       for (unsigned e = 0u; e < 2u; ++e) {
         const float factor = odd == (e != 0u) ? scale.factor : other;
