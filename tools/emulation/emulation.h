@@ -21,11 +21,20 @@ extern char emu_smem[1 << 17];
 extern thread_local unsigned emu_tid;
 inline unsigned emu_thread() { return emu_tid; }
 extern std::barrier<> emu_bars[9]; extern std::barrier<> emu_team;
+#ifndef EMU_CLUSTER
 #define emu_bar emu_bars[emu_tid / 32]
-extern uint32_t emu_xs[9][32][8];
 #define emu_x emu_xs[emu_tid / 32]
+#else
+extern thread_local int emu_block; extern std::barrier<>* emu_warp_bars[8][9]; extern uint32_t emu_warp_xs[8][9][32][8];
+#define emu_bar (*emu_warp_bars[emu_block][emu_tid / 32])
+#define emu_x emu_warp_xs[emu_block][emu_tid / 32]
+#endif
+extern uint32_t emu_xs[9][32][8];
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
-static dim3 blockIdx, gridDim;
+#ifndef EMU_CLUSTER
+static dim3 blockIdx;
+#endif
+static dim3 gridDim;
 inline void emu_box_wait() {}
 inline void emu_sync() { emu_bar.arrive_and_wait(); }
 template <typename T> T emu_get(T v, int lane) { static_assert(sizeof(T) == 4); unsigned l = emu_tid % 32; memcpy(&emu_x[l][0], &v, 4); emu_sync(); T r; memcpy(&r, &emu_x[lane & 31][0], 4); emu_sync(); return r; }
