@@ -50,7 +50,7 @@ def stages(tool: str, jobs: int) -> list[list[Part]]:
     """What runs at the same time, one list after the other."""
     if tool == "memcheck":
         return [[Part("not graph", jobs, caching=False), Part("graph", 1)]]
-    clusters = "(gradients or norm_rows or long_norms)"
+    clusters = "(gradients or norm_rows or long_norms or (norm_tiles and (4608 or all_kinds)))"
     return [[Part(f"not graph and not {clusters}", jobs), Part(f"graph and not {clusters}", 1)], [Part(clusters, 1)]]
 
 

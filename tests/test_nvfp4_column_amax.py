@@ -109,6 +109,37 @@ def test_no_column_is_left_out_that_would_raise_the_amax(roundings: int) -> None
         assert is_left_out(x, far_above, roundings).all(), spread  # those that are far below need no transform
 
 
+def sums_of_neighbours(x: Tensor) -> Tensor:
+    """Of columns [16, n] in bf16: the magnitudes of what neighbours add up to, and of what they differ by, added up."""
+    first, second = (x.float() * signs_of_rows(True)[:, None]).bfloat16().unflatten(0, (8, 2)).unbind(1)
+    return torch.maximum(*(sums_by_halves(both.abs()) for both in (first + second, first - second)))
+
+
+def transformed(x: Tensor) -> Tensor:
+    """The largest of what the transform makes of columns [16, n], before it is divided by four."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix @ (x.double() * signs_of_rows(True)[:, None])).abs().amax(0)
+
+
+def test_neighbours_bound_the_transform() -> None:
+    """But for four roundings. Of columns whose values have much in common, far closer than the sum of magnitudes."""
+    generator = torch.Generator().manual_seed(7)
+    closest = 0.0
+    for spread in (0.0, 0.5, 4.0):
+        x = torch.randn(16, 200_000, generator=generator)
+        x = ((x.sign() if spread == 0 else x) * 2.0 ** (torch.randn(x.shape, generator=generator) * spread)).bfloat16()
+        closest = max(closest, (transformed(x) / sums_of_neighbours(x).double()).max().item())
+    assert 1.003 < closest < 1 + 4 / 256, closest
+    alike = (torch.randn(16, 200_000, generator=generator) + 1).bfloat16()
+    largest = transformed(alike).max() * 0.9
+    by_magnitudes, by_neighbours = (
+        (sums.double() > largest).double().mean() for sums in (sums_by_halves(alike.abs()), sums_of_neighbours(alike))
+    )
+    assert by_neighbours < 0.02 * by_magnitudes
+
+
 MAKERS: dict[str, Callable[[Tensor], Producer]] = {"norm": norm_of_ones, "sums": summed, "pairs": gradient_of_ones}
 
 
@@ -204,22 +235,40 @@ def made(x: Tensor, name: str) -> Tensor:
         return kernels.materialize(activation(x.reshape(1, -1), name, False))[0]
 
 
-def bound_of(x: Tensor, name: str) -> Tensor:
-    """The arithmetic of csrc/cuda/nvfp4_amax_activation.cu's ActivationBound. Products and sums are exact in fp64."""
-    source = (Path(__file__).parent.parent / "csrc/cuda/nvfp4_amax_activation.cu").read_text()
+ACTIVATIONS = (Path(__file__).parent.parent / "csrc/cuda/nvfp4_amax_activation.cu").read_text()
+
+
+def constants(symbol: str, pattern: str, name: str) -> str:
+    """ActivationBound has one for SiLU, and one for the others."""
+    found = re.findall(pattern, re.search(rf" {symbol} = (.*);", ACTIVATIONS)[1])  # type: ignore[index]
+    return found[0 if name == "silu" else -1]
+
+
+def parabola(x: Tensor, name: str, which: str = "") -> Tensor:
+    """The arithmetic of csrc/cuda/nvfp4_amax_activation.cu's Parabola. Products and sums are exact in fp64."""
 
     def constant(symbol: str) -> Tensor:
-        numbers = re.findall("0x[0-9A-F]{4}", re.search(rf"uint32_t {symbol} = (.*);", source)[1])  # type: ignore[index]
-        bits = int(numbers[0 if name == "silu" else -1], 16)
+        bits = int(constants(f"k{which}{symbol}", "0x[0-9A-F]{4}", name), 16)
         return torch.tensor(bits - (bits >> 15 << 16), dtype=torch.int16).view(torch.bfloat16).double()
 
     def rounded(value: Tensor) -> Tensor:
         return value.bfloat16().double()
 
     wide = x.double()
-    parabola = rounded(wide * rounded(wide * constant("kQ") + constant("kP")))
-    bound = torch.maximum(torch.minimum(wide, parabola), constant("kTrough")).abs()
-    return torch.where(wide > constant("kLowest"), bound, torch.inf)
+    of_two = rounded(wide * rounded(wide * constant("Q") + constant("P")))
+    return torch.maximum(torch.minimum(wide, of_two), constant("Trough"))
+
+
+def bound_of(x: Tensor, name: str) -> Tensor:
+    return torch.where(x > -torch.inf, parabola(x, name).abs(), torch.inf)
+
+
+def off(name: str) -> float:
+    return float(constants("kOff", r"[0-9]+\.[0-9]+", name)) if name in SMOOTH else 0.0
+
+
+def near(x: Tensor, name: str) -> Tensor:
+    return parabola(x, name, "Near").bfloat16() if name in SMOOTH else made(x.flatten(), name).view(x.shape)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -230,6 +279,68 @@ def test_no_activation_is_larger_than_its_bound(name: str) -> None:
     assert (largest <= bound).all(), x[largest > bound]
     usual = (x.abs() > 0.25) & (x.abs() < 8)
     assert (bound[usual & (x > 0)] < 1.2 * largest[usual & (x > 0)]).all()  # or columns would not be left out
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_activation_is_far_from_what_is_near(name: str) -> None:
+    x = all_values()
+    x = x[x.abs() < 2.0**60]  # lower ones may be made nothing, or no numbers; larger ones are squared to infinities
+    apart = (made(x, name).double() - near(x, name).double()).abs()
+    assert apart.max() <= off(name), x[apart > off(name)]
+    assert apart.max() >= 0.99 * off(name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_column_behind_a_bias_is_left_out_that_would_raise_the_amax(name: str) -> None:
+    """With the next smaller amax known already, which is the closest case."""
+    generator = torch.Generator().manual_seed(0)
+    signs = signs_of_rows(True)[:, None]
+    (far_above,) = re.findall(r"kFarAbove = ([0-9.]+)f;", ACTIVATIONS)
+    least = float(far_above) * off(name)  # that has to be known
+    slack = 16 * off(name)
+
+    def is_left_out(x: Tensor, known: Tensor) -> Tensor:
+        most = known.float() * torch.tensor(4 - 4 / 64 - 0.0075) - slack
+        sums = sums_of_neighbours(near(x, name)).view(torch.int16).int()
+        return (known > least) & (most > 0) & (sums <= most.view(torch.int32) >> 16)
+
+    tried = 0
+    for bias in (0.0, 1.0, 6.0):
+        for spread in (1.0, 3.0, 30.0):
+            x = torch.randn(16, 100_000, generator=generator) * spread
+            x[:, ::2] = x[:, ::2].abs() * signs  # what is made has the signs that add up, where it is not nothing
+            x = (x + bias).bfloat16()
+            amax = (transformed(made(x.flatten(), name).view(x.shape)).float() * 0.25).bfloat16()
+            known = torch.where(amax > 0, (amax.view(torch.int16) - 1).view(torch.bfloat16), amax)
+            tried += int((known > least).sum())
+            assert not is_left_out(x, known).any(), (bias, spread)
+            if bias == spread == 1:
+                assert is_left_out(x[:, 1::2], known[1::2].max()).float().mean() > 0.99
+    assert tried > 500_000
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ALL)
+def test_activations_behind_biases(name: str) -> None:
+    """Columns that are left out by what neighbours differ by, and those that are close to it."""
+    generator = torch.Generator().manual_seed(13)
+    signs = signs_of_rows(True).repeat(16)[:, None]
+    quantizer = on("cuda", QUANTIZERS["nvfp4_rht"]())
+    for most in (0.0, 1.0, 5.0, 100.0):
+        bias = (torch.randn(384, generator=generator) * most).bfloat16()
+        x = torch.randn(256, 384, generator=generator)
+        aligned = x.abs() * signs * 4
+        few = x.clone()
+        few[48:64, 77] = 3 * signs[:16, 0] + 3
+        for operand in (x, x * 5, aligned, few, torch.where(x > 2.5, torch.inf, x), torch.where(x < -2.5, -100.0, x)):
+            operand = operand.bfloat16()
+            with te_dist.use_backend("reference"):
+                y = kernels.materialize(ActivationOutput(operand, name, bias))
+            expected = reference.amax_nvfp4(y, with_rht=True, random_signs=True)
+            producer = ActivationOutput(operand.cuda(), name, bias.cuda())
+            storage = quantizer.quantize_produced(producer, producer.shape)
+            for mine, theirs in zip((storage._amax_rowwise, storage._amax_columnwise), expected, strict=True):
+                assert_same_bytes(mine, theirs.reshape(1).cuda(), f"biases up to {most}")
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])

@@ -1,5 +1,5 @@
-"""NVFP4's amaxes of a norm, tile by tile, of which most is not made (csrc/cuda/nvfp4_amax_norm.cu): those of the CPU's
-kernels, for matrices that leave the bounds little room."""
+"""NVFP4's amaxes of a norm, of which most is not made, tile by tile or, of a LayerNorm's long rows, by clusters
+(csrc/cuda/nvfp4_norm_nearly.cuh): those of the CPU's kernels, for matrices that leave the bounds little room."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import varied
-from test_nvfp4_column_amax import aligned_columns, signs_of_rows
-from test_nvfp4_norm_rows import PLANES, assert_cpu_finds_the_same, next_below, number, ones
+from cases import QUANTIZERS, varied
+from test_blocks_that_stay import multiprocessors
+from test_cuda_streams import kernels_of
+from test_nvfp4_column_amax import aligned_columns, signs_of_rows, sums_of_neighbours
+from test_nvfp4_norm_rows import PLANES, SANITIZED, assert_cpu_finds_the_same, has_room, next_below, number, ones
 from torch import Tensor
 
 from te_dist import kernels
 from te_dist.producers import NormOutput
 
 pytestmark = pytest.mark.skipif(not kernels.has_extension(), reason="the extension is not built")
-SOURCE = "nvfp4_amax_norm.cu"
+SOURCE = "nvfp4_norm_nearly.cuh"
+BY_TILES, BY_CLUSTERS = 640, 4608  # columns
 
 
 # ---------------------------------------------------------------------------------------------- bounds
@@ -103,15 +106,18 @@ def test_nothing_is_left_out_that_would_raise_an_amax() -> None:
             slack = rest(shift, gain, bias)
             row, largest = made.abs().amax(0), n.abs().amax(0)
             column = ((made.float() * signs).sum(0).abs() * 0.25).bfloat16()
-            sums = bound_of_sums(n, signs)
+            by_tiles, by_clusters = bound_of_sums(n, signs), sums_of_neighbours(n)
             what = f"means {means}, biases {biases}, size {size}, spread {spread}"
             assert not is_left_out(largest, next_below(row), of_rows, slack).any(), what
-            assert not is_left_out(sums, next_below(column), of_columns, 16 * slack).any(), what
+            for sums in (by_tiles, by_clusters):
+                assert not is_left_out(sums, next_below(column), of_columns, 16 * slack).any(), what
+                size_of_sums = (column.float() * 4 / (sums.float() + 16 * slack)).max().item()
+                closest["column"] = max(closest["column"], size_of_sums)
             closest["row"] = max(closest["row"], (row.float() / (largest.float() + slack)).max().item())
-            closest["column"] = max(closest["column"], (column.float() * 4 / (sums.float() + 16 * slack)).max().item())
             if means + biases == 0:  # those that are far below are not made
                 assert is_left_out(largest, row * 1.1, of_rows, slack).all(), what
-                assert is_left_out(sums, (sums.float() / 4 * 1.1).bfloat16(), of_columns, 16 * slack).all(), what
+                for sums in (by_tiles, by_clusters):
+                    assert is_left_out(sums, (sums.float() / 4 * 1.1).bfloat16(), of_columns, 16 * slack).all(), what
     assert closest["row"] > 1.008 and closest["column"] > 1.005, closest  # the allowances are needed
 
 
@@ -140,7 +146,7 @@ def check(
 @pytest.mark.parametrize("planes", PLANES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_kinds_of_gains_and_biases(dtype: torch.dtype, planes: str) -> None:
-    for cols in (128, 640, 4224):
+    for cols in (128, 640, 4224, 4608, 8192) if not SANITIZED else (640, 4608):
         x = varied((256, cols), torch.bfloat16)
         gain, bias = varied((2, cols), dtype, 1)
         for centered in (True, False):
@@ -151,67 +157,71 @@ def test_all_kinds_of_gains_and_biases(dtype: torch.dtype, planes: str) -> None:
 
 
 @pytest.mark.cuda
-def test_means_and_biases_of_all_sizes() -> None:
+@pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
+def test_means_and_biases_of_all_sizes(cols: int) -> None:
     """Those that are far larger than what is made leave nothing to be bounded."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(256, 1024, generator=generator)
+    x = torch.randn(256, cols, generator=generator)
     for most in (1, 30, 1000):
         means = torch.randn(256, 1, generator=generator) * most
-        check((x + means).bfloat16(), ones(1024), what=f"means up to {most}")
-        bias = torch.randn(1024, generator=generator) * most
-        check(x.bfloat16(), ones(1024), bias, what=f"biases up to {most}")
-        check((x + means).bfloat16(), torch.randn(1024, generator=generator), bias, what=f"both up to {most}")
+        check((x + means).bfloat16(), ones(cols), what=f"means up to {most}")
+        bias = torch.randn(cols, generator=generator) * most
+        check(x.bfloat16(), ones(cols), bias, what=f"biases up to {most}")
+        check((x + means).bfloat16(), torch.randn(cols, generator=generator), bias, what=f"both up to {most}")
     # One bias that is the amax, but for what cancels it.
-    bias = torch.zeros(1024)
-    bias[700] = -6.0
-    x[130, 700] = 6.0
-    check(x.bfloat16(), ones(1024), bias, what="a bias and a value that cancel")
+    bias = torch.zeros(cols)
+    bias[600] = -6.0
+    x[130, 600] = 6.0
+    check(x.bfloat16(), ones(cols), bias, what="a bias and a value that cancel")
 
 
 @pytest.mark.cuda
-def test_columns_that_are_almost_alike() -> None:
+@pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
+def test_columns_that_are_almost_alike(cols: int) -> None:
     """Everywhere columns that could be the largest, and one that is, by less than sums in bf16 can tell."""
     generator = torch.Generator().manual_seed(3)
-    magnitudes = torch.rand(16, 1024, generator=generator) * 0.03 + 1
-    for place in ((0, 0), (15, 1023), (9, 777)):
+    magnitudes = torch.rand(16, cols, generator=generator) * 0.03 + 1
+    for place in ((0, 0), (15, cols - 1), (9, 577)):
         magnitudes[place] = 1.04
-        check(aligned_columns(magnitudes.repeat_interleave(16, 0), True), ones(1024), what=str(place))
+        check(aligned_columns(magnitudes.repeat_interleave(16, 0), True), ones(cols), what=str(place))
         magnitudes[place] = 1.0
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("centered", [True, False])
-def test_the_largest_of_few_and_of_many(centered: bool) -> None:
+@pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
+def test_the_largest_of_few_and_of_many(centered: bool, cols: int) -> None:
     """One eight of a warp's columns may raise what is known, or more than it takes one by one; by values or by sums."""
     generator = torch.Generator().manual_seed(4)
-    for count in (1, 2, 7, 40, 640):
-        x = torch.randn(256, 640, generator=generator) * 0.1
-        where = torch.randperm(640, generator=generator)[:count]
+    for count in (1, 2, 7, 40, cols):
+        x = torch.randn(256, cols, generator=generator) * 0.1
+        where = torch.randperm(cols, generator=generator)[:count]
         x[200, where] = 3 + torch.rand(count, generator=generator)
-        check(x.bfloat16(), ones(640), centered=centered, what=f"values of {count}")
+        check(x.bfloat16(), ones(cols), centered=centered, what=f"values of {count}")
         x[192:208, where] = torch.rand(16, count, generator=generator) + 2
         aligned = aligned_columns(x.abs(), True)
         for planes in PLANES:
-            check(aligned, ones(640), planes=planes, centered=centered, what=f"sums of {count}")
+            check(aligned, ones(cols), planes=planes, centered=centered, what=f"sums of {count}")
 
 
 @pytest.mark.cuda
-def test_rows_and_gains_of_all_sizes() -> None:
+@pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
+def test_rows_and_gains_of_all_sizes(cols: int) -> None:
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn(256, 640, generator=generator)
+    x = torch.randn(256, cols, generator=generator)
     sizes = torch.randint(-30, 30, (256, 1), generator=generator).float().exp2()
     for eps in (1e-5, 0.0):
-        check((x * sizes).bfloat16(), ones(640), eps=eps, what=f"rows, eps {eps}")
+        check((x * sizes).bfloat16(), ones(cols), eps=eps, what=f"rows, eps {eps}")
     for most in (4, 40, 120):
-        gain = torch.randint(-most, most, (640,), generator=generator).float().exp2()
-        gain *= torch.randn(640, generator=generator)
+        gain = torch.randint(-most, most, (cols,), generator=generator).float().exp2()
+        gain *= torch.randn(cols, generator=generator)
         check(x.bfloat16(), gain, what=f"gains up to 2^{most}")
         check(x.bfloat16(), gain, gain.flip(0), what=f"gains and biases up to 2^{most}")
-    check(x.bfloat16(), torch.zeros(640), what="no gains")
+    check(x.bfloat16(), torch.zeros(cols), what="no gains")
     for exponent in (-90, -120, -132, -140):  # too small for bounds in bf16
-        check(x.bfloat16(), ones(640) * 2.0**exponent, what=f"gains of 2^{exponent}")
+        check(x.bfloat16(), ones(cols) * 2.0**exponent, what=f"gains of 2^{exponent}")
     # The smallest number of all: in bf16 it becomes nothing, but for the gain it would be the largest.
-    small, gain = x * 4, ones(640) * 2.0**-90
+    small, gain = x * 4, ones(cols) * 2.0**-90
     small[:, 300] = 0.0
     small[200, 300] = 2.0**-133
     gain[300] = 2.0**100
@@ -220,14 +230,31 @@ def test_rows_and_gains_of_all_sizes() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**127, 2.0**-133, 0.0])
-def test_special_values(value: float) -> None:
+@pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
+def test_special_values(value: float, cols: int) -> None:
     for others in (0.0, 1.0, 2.0**-133):
         for eps in (0.0, 1e-5):
-            x = torch.full((128, 640), others).bfloat16()
+            x = torch.full((128, cols), others).bfloat16()
             x[77, 400] = value
-            check(x, ones(640), eps=eps, what=f"{value} among {others}, eps {eps}")
-    vector = ones(640)
+            check(x, ones(cols), eps=eps, what=f"{value} among {others}, eps {eps}")
+    vector = ones(cols)
     vector[-1] = value
-    x = varied((128, 640), torch.bfloat16)
+    x = varied((128, cols), torch.bfloat16)
     check(x, vector, what=f"a gain of {value}")
-    check(x, ones(640), vector, what=f"a bias of {value}")
+    check(x, ones(cols), vector, what=f"a bias of {value}")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer leaves no room for a profiler")
+def test_long_rows_of_a_layer_norm_go_by_clusters() -> None:
+    if not has_room():
+        pytest.skip("this GPU has no clusters, or too little shared memory for three stages, and makes tiles")
+    quantizer = QUANTIZERS["nvfp4_rht"]()
+    for cols, by_clusters in ((8192, True), (4608, True), (4096, False), (4224, False)):
+        x = varied((128, cols), torch.bfloat16).cuda()
+        vectors = [ones(cols).cuda(), torch.zeros(cols).cuda()]
+        stats = [torch.empty(128, device="cuda") for _ in range(2)]
+        with multiprocessors(4):
+            names = kernels_of(lambda x=x, v=vectors, s=stats, q=quantizer: q.quantize_produced(
+                NormOutput(x, *v, *s, eps=1e-5), x.shape))  # fmt: skip
+        assert any("nvfp4_amax_norm_rows" in name for name in names) == by_clusters, (cols, names)

@@ -491,6 +491,8 @@ def test_magnitudes_of_activations_rise_and_fall_in_stretches(name: str) -> None
     assert rises(by_bits[: infinity + 1]) and rises(by_bits[minus_zero : trough + 1])
     assert rises(by_bits[trough + 1 : minus_infinity].flip(0))
     assert by_bits[minus_infinity].isnan() if name in EXPONENTS else by_bits[minus_infinity] == 0
+    one = 0x3F80
+    assert by_bits[one] > by_bits[minus_zero:minus_infinity].max()  # from there on, the trough does not matter
 
 
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])

@@ -76,6 +76,41 @@ __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int firs
   }
 }
 
+// Of 16 rows, too: the magnitudes of what neighbours add up to, and of what they differ by, which is the transform's
+// first stage, each added up. The larger sum is a bound as well, and far lower where a column's values have much in
+// common, as they do behind a bias. Add of four neighbours after four: they begin with an empty one.
+class NeighbourSums {
+ public:
+  // word(i): i of the four from row `first` on.
+  template <typename Word>
+  __device__ __forceinline__ void add(const Word& word, int first) {
+    const auto both = [&](int i, uint32_t& sum, uint32_t& other) {
+      const uint32_t together = W::magnitude(add_bf16(word(i), word(i + 1)));
+      const uint32_t apart = W::magnitude(subtract_bf16(word(i), word(i + 1)));
+      const uint32_t signs = kHadamardSigns >> (first + i);
+      const bool differ = (signs & 1u) != (signs >> 1 & 1u);
+      sum = differ ? apart : together;
+      other = differ ? together : apart;
+    };
+    uint32_t of[2][2];
+    both(0, of[0][0], of[0][1]);
+    both(2, of[1][0], of[1][1]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) sum_[first / 4][k] = add_bf16(of[0][k], of[1][k]);
+  }
+  // Rounded four times, as sum_of_magnitudes is.
+  __device__ __forceinline__ uint32_t largest() const {
+    const auto all = [&](int k) {
+      return add_bf16(add_bf16(sum_[0][k], sum_[1][k]), add_bf16(sum_[2][k], sum_[3][k]));
+    };
+    return W::max(all(0), all(1));
+  }
+
+ private:
+  using W = Words<bf16_t>;
+  uint32_t sum_[kBlock / 4][2];
+};
+
 // The first or the second eight rows of a column's 16, as the transform takes them: by three of its stages, what their
 // largest magnitude is, pair by pair. The largest of all is at most the sum of both eights'.
 class EightRows {
@@ -179,6 +214,10 @@ class KnownAmax {
   uint32_t rounds_ = 0u;
 };
 
+// Four times an amax, less what roundings to bf16 may take from a sum (2^-8 of it each), and the transform's.
+template <int kRoundings>
+constexpr float kFour = 4.0f - kRoundings / 64.0f - 0.0075f;
+
 // That of transformed columns. A column's largest is at most a quarter of the sum of its 16 magnitudes, which takes a
 // tenth of the transform's instructions, and tells of most columns that they are below what is known already: those
 // need not be transformed.
@@ -190,9 +229,11 @@ class ColumnAmax : public KnownAmax {
   // roundings on the way.
   template <int kRoundings = 4>
   __device__ __forceinline__ bool may_rise_here(uint32_t sums) const {
-    // Four times the amax, less what roundings to bf16 may take from a sum (2^-8 of it each), and the transform's.
-    constexpr float kFour = 4.0f - kRoundings / 64.0f - 0.0075f;
-    return is_topped_by(sums, kFour);
+    return is_topped_by(sums, kFour<kRoundings>);
+  }
+  // The same, of sums that may be larger by `rest`, which is no zero unless something is known.
+  __device__ __forceinline__ bool may_rise_here(uint32_t sums, float rest) const {
+    return may_be_topped_by(sums, kFour<4>, rest);
   }
   // Any lane's.
   template <int kRoundings = 4>

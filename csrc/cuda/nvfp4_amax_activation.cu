@@ -13,28 +13,46 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-// No activation is larger in magnitude than what this makes of its operand: of x >= 0, x or x (p + q x), the smaller
-// one, which a sigmoid of at most 1 and of at most 1/2 + z/4 stay below. Of others x, but `trough` at most; not of
-// minus infinity, which becomes a NaN (kLowest). All numbers are bf16, and p and q so much larger than they have to be
-// that roundings do no harm: tests/test_nvfp4_column_amax.py runs through all values.
-template <Activation kKind>
-struct ActivationBound {
-  static constexpr uint32_t kP = 0x3F02u;
-  static constexpr uint32_t kQ = kKind == Activation::kSilu ? 0x3E82u : 0x3EDCu;
-  static constexpr uint32_t kTrough = kKind == Activation::kSilu ? 0xBE90u : 0xBE30u;
-  static constexpr uint32_t kLowest = 0xFF80u;
+// Of x >= 0, x or x (p + q x), the smaller one; of others x, but `trough` at most. All numbers are bf16.
+struct Parabola {
+  uint32_t p;
+  uint32_t q;
+  uint32_t trough;
 
-  // Of the two values in a word, with some sign.
-  static __device__ __forceinline__ uint32_t of(uint32_t word) {
-    uint32_t bound;
+  // Of the two values in a word.
+  __device__ __forceinline__ uint32_t of(uint32_t word) const {
+    uint32_t made;
     asm("{\n\t.reg .b32 t;\n\t"
         "fma.rn.bf16x2 t, %1, %2, %3;\n\t"
         "fma.rn.bf16x2 t, %1, t, %4;\n\t"
         "min.NaN.bf16x2 t, %1, t;\n\t"
         "max.NaN.bf16x2 %0, t, %5;\n\t}"
-        : "=r"(bound)
-        : "r"(word), "r"(kQ * 0x10001u), "r"(kP * 0x10001u), "r"(0x80008000u), "r"(kTrough * 0x10001u));
-    return bound;
+        : "=r"(made)
+        : "r"(word), "r"(q * 0x10001u), "r"(p * 0x10001u), "r"(0x80008000u), "r"(trough * 0x10001u));
+    return made;
+  }
+};
+
+// Two such tell of an activation with a sigmoid. tests/test_nvfp4_column_amax.py runs through all values.
+template <Activation kKind>
+struct ActivationBound {
+  // No activation is larger in magnitude than `bound`, as a sigmoid stays below 1 and below 1/2 + z/4; p and q are so
+  // much larger than they have to be that roundings do no harm. Not of minus infinity, which becomes a NaN (kLowest).
+  static constexpr uint32_t kP = 0x3F02u;
+  static constexpr uint32_t kQ = kKind == Activation::kSilu ? 0x3E82u : 0x3EDCu;
+  static constexpr uint32_t kTrough = kKind == Activation::kSilu ? 0xBE90u : 0xBE30u;
+  static constexpr uint32_t kLowest = 0xFF80u;
+
+  // None is further from `near` than kOff.
+  static constexpr uint32_t kNearP = kKind == Activation::kSilu ? 0x3F03u : 0x3F08u;
+  static constexpr uint32_t kNearQ = kKind == Activation::kSilu ? 0x3E1Cu : 0x3E78u;
+  static constexpr uint32_t kNearTrough = kKind == Activation::kSilu ? 0xBE0Fu : 0xBDAEu;
+  static constexpr float kOff = kKind == Activation::kSilu ? 0.14f : 0.085f;
+
+  // With some sign.
+  static __device__ __forceinline__ uint32_t bound(uint32_t word) { return Parabola{kP, kQ, kTrough}.of(word); }
+  static __device__ __forceinline__ uint32_t near(uint32_t word) {
+    return Parabola{kNearP, kNearQ, kNearTrough}.of(word);
   }
 };
 
@@ -42,18 +60,46 @@ struct ActivationBound {
 template <bool kSquared>
 struct RectifierBound {
   static constexpr uint32_t kLowest = 0x10000u;
+  static constexpr float kOff = 0.0f;
 
-  static __device__ __forceinline__ uint32_t of(uint32_t word) {
-    uint32_t bound;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(bound) : "r"(word), "r"(0u));
-    if (kSquared) asm("fma.rn.bf16x2 %0, %1, %1, %2;" : "=r"(bound) : "r"(bound), "r"(0u));
-    return bound;
+  static __device__ __forceinline__ uint32_t bound(uint32_t word) { return near(word); }
+  static __device__ __forceinline__ uint32_t near(uint32_t word) {
+    uint32_t made;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(made) : "r"(word), "r"(0u));
+    if (kSquared) asm("fma.rn.bf16x2 %0, %1, %1, %2;" : "=r"(made) : "r"(made), "r"(0u));
+    return made;
   }
 };
 template <>
 struct ActivationBound<Activation::kRelu> : RectifierBound<false> {};
 template <>
 struct ActivationBound<Activation::kSquaredRelu> : RectifierBound<true> {};
+
+// Whether one of a lane's columns may raise what is known of their amax. In a column behind a bias, values have much in
+// common, and add up to far more than its transform; what neighbours differ by tells of that, where kOff is little to
+// what is known.
+template <typename Bound>
+__device__ __forceinline__ bool may_rise(const NvPatch<bf16_t, 2>& patch, bool biased, const ColumnAmax& columns) {
+  using W = Words<bf16_t>;
+  constexpr float kFarAbove = 24.0f;
+  if (!biased || columns.known() <= kFarAbove * Bound::kOff) {
+    const auto sum = [&](int w) {
+      return sum_of_magnitudes<kBlock>([&](int i) { return Bound::bound(patch.word[i][w]); });
+    };
+    return columns.may_rise_here(W::max(sum(0), sum(1)));
+  }
+  const auto sum = [&](int w) {
+    NeighbourSums sums;
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 4) {
+      const uint32_t near[4] = {Bound::near(patch.word[i][w]), Bound::near(patch.word[i + 1][w]),
+                                Bound::near(patch.word[i + 2][w]), Bound::near(patch.word[i + 3][w])};
+      sums.add([&](int k) { return near[k]; }, i);
+    }
+    return sums.largest();
+  };
+  return columns.may_rise_here(W::max(sum(0), sum(1)), static_cast<float>(kBlock) * Bound::kOff);
+}
 
 struct NvActivationAmax {
   static constexpr int kThreads = 256;
@@ -99,6 +145,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   wait_for_kernel_before();  // which zeroes both
   ColumnAmax columns(amax_col, &known);
   Stretches found(kKind);
+  bool from_one_on = false;  // any of the warp's values: nearly always, and then the trough needs no more work
   if (work.is_small()) columns.ask_now();  // others know much already
   work.for_each<kWarps>([&](unsigned at) {
     const unsigned down = at / across;
@@ -111,17 +158,18 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
       add_to_rows(patch.word, {biases.x, biases.y});
     }
+    const auto each_word = [&](const auto& body) {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      found.take(patch.word[i][0]);
-      found.take(patch.word[i][1]);
-    }
-    const auto sums = [&](int w) {
-      return sum_of_magnitudes<kBlock>([&](int i) { return Bound::of(patch.word[i][w]); });
+      for (int i = 0; i < kBlock; ++i) body(patch.word[i][0]), body(patch.word[i][1]);
     };
+    each_word([&](uint32_t word) { found.take_ends(word); });
+    if (!from_one_on) {
+      from_one_on = __any_sync(kFullWarp, found.has_from_one_on());
+      if (!from_one_on) each_word([&](uint32_t word) { found.take_trough(word); });
+    }
     columns.hear();
     const bool low = W::fold(found.lowest()) >= Bound::kLowest;
-    uint32_t rising = __ballot_sync(kFullWarp, low || columns.may_rise_here(W::max(sums(0), sums(1))));
+    uint32_t rising = __ballot_sync(kFullWarp, low || may_rise<Bound>(patch, bias != nullptr, columns));
     if (rising != 0u) {
       uint32_t largest = 0u;
       if (__popc(rising) <= NvActivationAmax::kFew) {

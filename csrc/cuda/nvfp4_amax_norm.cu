@@ -3,10 +3,8 @@
 //
 // Little of it is made: in bf16, two values an instruction, comes near enough to tell of most rows and columns that
 // they are below what is known already.
-#include "nvfp4_amax.cuh"
-#include "nvfp4_unwritten.cuh"
+#include "nvfp4_norm_nearly.cuh"
 #include "patch_source.cuh"
-#include "powers.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -17,58 +15,6 @@ struct NvNormAmax {
   static constexpr int kBlocksPerSm = 4;
   static constexpr int kRows = kBlock / 2;  // of a lane, and as many in the lane 16 apart
   static constexpr int kFew = 4;  // eights of columns that a warp makes one after another, rather than all at once
-};
-
-// ---------------------------------------------------------------------------------------------- bounds
-// What is made, y = (x * rstd + shift) * gain + bias, and what bf16 makes of it, n, with all four rounded to bf16, are
-// apart by up to 4 |y| + 4 |bias| + 2 |shift * gain| times 2^-8, and a little more: six roundings, and their products.
-struct NormBounds {
-  // What rows may be, of a known amax, without raising it, before the rest is taken off: what 1 + 4.1 / 256 and the
-  // rounding of y leave of it.
-  static constexpr float kOfRows = 0.979f;
-  // Four times an amax, which a transform of 16 is before its end. Of its magnitudes, those of the 16 values add up to
-  // at most four times the largest, so that they may be apart by 16 / 256 of that; and sums in bf16 may take 8.2 / 512.
-  static constexpr float kOfColumns = 3.68f;
-
-  // Of the largest magnitudes. What is too small for bf16 comes on top.
-  static __device__ __forceinline__ float rest(float shift, float gain, float bias) {
-    return bias * (4.1f / 256.0f) + shift * gain * (2.1f / 256.0f) + gain * 0x1p-112f + 0x1p-100f;
-  }
-};
-
-// n of eight columns.
-struct NormNearly {
-  uint32_t gain[4];
-  uint32_t bias[4];
-
-  static __device__ __forceinline__ uint4 eight(const RowView& from, int64_t col, float none, float more) {
-    if (from.data != nullptr && from.dtype == Float::kBF16 && more == 0.0f) return load_first<true>(from, col, 0u);
-    const float4 a = load_vector_four(from, col, none);
-    const float4 b = load_vector_four(from, col + 4, none);
-    return make_uint4(pack_bf16(a.x + more, a.y + more), pack_bf16(a.z + more, a.w + more),
-                      pack_bf16(b.x + more, b.y + more), pack_bf16(b.z + more, b.w + more));
-  }
-  __device__ __forceinline__ NormNearly(const Made& x, int64_t col) {
-    const uint4 gains = eight(x.weight, col, 1.0f, x.zero_centered ? 1.0f : 0.0f);
-    const uint4 biases = eight(x.bias, col, kNoBias, 0.0f);
-    gain[0] = gains.x, gain[1] = gains.y, gain[2] = gains.z, gain[3] = gains.w;
-    bias[0] = biases.x, bias[1] = biases.y, bias[2] = biases.z, bias[3] = biases.w;
-  }
-  // stats: a row's rstd below its shift.
-  __device__ __forceinline__ void make(uint32_t stats, uint32_t (&word)[4]) const {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 rstd, shift;\n\t"
-          "mov.b32 {low, high}, %1;\n\tmov.b32 rstd, {low, low};\n\tmov.b32 shift, {high, high};\n\t"
-          "fma.rn.bf16x2 %0, %0, rstd, shift;\n\tfma.rn.bf16x2 %0, %0, %2, %3;\n\t}"
-          : "+r"(word[w])
-          : "r"(stats), "r"(gain[w]), "r"(bias[w]));
-    }
-  }
-  static __device__ __forceinline__ float largest(const uint32_t (&of)[4]) {
-    const uint32_t pair = magnitudes(larger_pair(of[0], of[1], of[2], of[3]));
-    return float_of(max(low_float(pair), high_float(pair)));
-  }
 };
 
 // ---------------------------------------------------------------------------------------------- what is made
@@ -135,7 +81,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   const bf16_t* from = x.data + (row + first) * x.stride + col;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) load_words<bf16_t>(from + i * x.stride, word[i]);
-  const NormNearly nearly(x, col);
+  const NormNearly<4> nearly(x, col);
   wait_for_kernel_before();
   KnownAmax rows(amax_row, nullptr);
   ColumnAmax columns(amax_col, nullptr);
@@ -158,12 +104,12 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   };
   const uint32_t sums = W::max(W::max(sum(0), sum(1)), W::max(sum(2), sum(3)));
   const float most_shift = float_of(__reduce_max_sync(kFullWarp, bits_of(shift) & kAbsMask));
-  const float rest = NormBounds::rest(most_shift, nearly.largest(nearly.gain), nearly.largest(nearly.bias));
+  const float rest = NearlyBounds::rest(most_shift, nearly.most_gain(), nearly.most_bias());
   rows.hear();
   columns.hear();
-  const bool rises = amax_row != nullptr && rows.may_be_topped_by(magnitudes(largest), NormBounds::kOfRows, rest);
+  const bool rises = amax_row != nullptr && rows.may_be_topped_by(magnitudes(largest), NearlyBounds::kOfRows, rest);
   const bool is_all = __any_sync(kFullWarp, rises);
-  const bool here = columns.may_be_topped_by(sums, NormBounds::kOfColumns, 16.0f * rest);
+  const bool here = columns.may_be_topped_by(sums, NearlyBounds::kOfColumns, 16.0f * rest);
   uint32_t rising = __ballot_sync(kFullWarp, here) & 0xFFFFu;  // both halves of the warp have the same
   if (is_all || __popc(rising) > NvNormAmax::kFew) {
     return raise_by_all<kShifted>(x, mine, row, tile.col, rows, columns);
@@ -182,6 +128,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
 
 void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
   if (launch_amax_nvfp4_norm_rows(x, amax_row, amax_col, noop, lane)) return;
+  if (launch_amax_nvfp4_layer_rows(x, amax_row, amax_col, noop, lane)) return;
   if (x.order.ordered) {
     launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, amax_row, amax_col}, noop, lane);
   } else {

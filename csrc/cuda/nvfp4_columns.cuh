@@ -151,7 +151,7 @@ __device__ __forceinline__ void write_columns(const TwoColumns& columns, const H
   constexpr bool kRandom = kCodes == Codes::kRandom;
   // Each eight lanes have columns of their own, so that they meet every bank once.
   const auto in_turn = [](unsigned turn) { return (turn + threadIdx.x / 8u) % 4u; };
-  uint32_t hard = 0u;  // those whose codes are wrong, two bits a turn: they are written again
+  HardestScale hardest;
   unsigned w = in_turn(0u);
 #pragma unroll 1
   for (unsigned turn = 0; turn < 4u; ++turn, w = (w + 1u) % 4u) {
@@ -159,7 +159,6 @@ __device__ __forceinline__ void write_columns(const TwoColumns& columns, const H
     const TwoColumns two = columns.next(w);
     uint32_t word[kBlock];
     two.load(word);
-    hard *= 4u;
 #pragma unroll
     for (unsigned e = 0u; e < 2u; ++e) {
       const auto draw_here = [&] { return draw(2u * w + e); };
@@ -174,22 +173,26 @@ __device__ __forceinline__ void write_columns(const TwoColumns& columns, const H
         } else {
           two.store(e, pack_easy_column<kRaised>(value, scale));
         }
-        if (!scale.is_easy()) hard += 1u + e;
+        hardest.add(scale.largest);
       }
     }
   }
-  if constexpr (kHadamard) hard = __reduce_or_sync(kFullWarp, hard);
+  // Codes of columns whose scales are not easy are wrong, and written again.
+  if constexpr (kHadamard) {
+    if (hardest.are_all_easy()) return;
 #pragma unroll 1
-  for (; hard != 0u; hard &= hard - 1u) {
-    const unsigned which = static_cast<unsigned>(__ffs(static_cast<int>(hard))) - 1u;
-    const unsigned turn_of = in_turn(3u - which / 2u);
-    const TwoColumns two = columns.next(turn_of);
-    uint32_t word[kBlock];
-    two.load(word);
+    for (unsigned which = 0u; which < 8u; ++which) {
+      const unsigned of = in_turn(which / 2u);
+      const TwoColumns two = columns.next(of);
+      uint32_t word[kBlock];
+      two.load(word);
 #pragma unroll
-    for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
-    const auto draw_here = [&] { return draw(2u * turn_of + which % 2u); };
-    two.store(which % 2u, pack_hard_transformed<kRandom>(TransformedColumn(word, 1), from, draw_here));
+      for (uint32_t& values : word) values <<= which % 2u == 0u ? 16 : 0;
+      const TransformedColumn column(word, 1);
+      if (__all_sync(kFullWarp, EasyScale(column.largest, from).is_easy())) continue;
+      const auto draw_here = [&] { return draw(2u * of + which % 2u); };
+      two.store(which % 2u, pack_hard_transformed<kRandom>(column, from, draw_here));
+    }
   }
 }
 

@@ -88,6 +88,10 @@ class ScalesOfFour {
     to[NvTile<bf16_t>::kRowScales] = static_cast<uint8_t>(mine_[1].code);
   }
   __device__ __forceinline__ bool are_easy() const { return mine_[0].is_easy() && mine_[1].is_easy(); }
+  __device__ __forceinline__ void add_to(HardestScale& hardest) const {
+    hardest.add(mine_[0].largest);
+    hardest.add(mine_[1].largest);
+  }
 
   // pack(i, factor), of row i, to `to` and pitch bytes on.
   template <typename Pack>

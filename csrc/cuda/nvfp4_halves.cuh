@@ -178,6 +178,22 @@ struct HeldScales {
   __device__ __forceinline__ explicit HeldScales(const PlaneScales& of) : plane(of), encode(of.encode) {}
 };
 
+// The hardest of some scales: an instruction each, where a mask of those that are not easy took four.
+class HardestScale {
+ public:
+  // largest: EasyScale's.
+  __device__ __forceinline__ void add(float largest) {
+    asm("max.NaN.xorsign.abs.f32 %0, %0, %1;" : "+f"(largest_) : "f"(largest));
+  }
+  // Of the warp's lanes.
+  __device__ __forceinline__ bool are_all_easy() const {
+    return __all_sync(kFullWarp, fabsf(largest_) < CodeHalves::kLimit);  // no NaN is
+  }
+
+ private:
+  float largest_ = 0.0f;
+};
+
 struct EasyScale {
   uint16_t code;
   float factor;
@@ -188,7 +204,7 @@ struct EasyScale {
         factor(scales.plane.factor[place(code)]),
         largest(amax * factor) {}
 
-  // Whether pack_by_halves can be used. NaN is past the limit.
+  // Whether pack_by_halves can be used.
   __device__ __forceinline__ bool is_easy() const { return fabsf(largest) < CodeHalves::kLimit; }
 
  private:

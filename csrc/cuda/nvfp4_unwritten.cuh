@@ -28,6 +28,8 @@ void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, c
 void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
 // The same of an RMSNorm's long rows, whose statistics are missing. False: nothing was done.
 bool launch_amax_nvfp4_norm_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+// A LayerNorm's.
+bool launch_amax_nvfp4_layer_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
 
 // is_nvfp4_whole and launch_nvfp4_whole for a norm whose statistics are there. The row plane may be alone.
 bool is_nvfp4_whole_norm(const Source& x, const Nvfp4Options& options, const Planes& out);

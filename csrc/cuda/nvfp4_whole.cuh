@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
         return BytesOfFour{dice.four_lines(false, group * kBlock + step * NvWhole::kRowsAtOnce), place_in_rows};
       };
     };
-    uint32_t hard_rows = 0u;  // whose codes are wrong: they are written again
+    HardestScale hardest_rows;
     const auto write_rows = [&](auto raised) {
 #pragma unroll 1
       for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
           const ScalesOfFour scales(rows, of_row);
           scales.write(row_scales);
           write_four_rows<kRandom, raised.value>(rows, scales, to, row.data.cols, draw_of_rows(step));
-          if (!scales.are_easy()) hard_rows += 1u << step;
+          scales.add_to(hardest_rows);
           if (From::kMade && !with_columns && !__all_sync(kFullWarp, scales.are_easy())) rows.store(mine);
         }
         mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
@@ -255,15 +255,16 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
       }
     };
     if (From::kMade || with_rows) with_raises<kRandom>(of_row.plane, write_rows);
-    if (!kSquares) hard_rows = __reduce_or_sync(kFullWarp, hard_rows);
+    // Codes of rows whose scales are not easy are wrong, and written again.
+    const bool all_easy = kSquares || !with_rows || hardest_rows.are_all_easy();
 #pragma unroll 1
-    for (; !kSquares && hard_rows != 0u; hard_rows &= hard_rows - 1u) {
-      const int step = __ffs(static_cast<int>(hard_rows)) - 1;
+    for (int step = 0; !all_easy && step < kBlock / NvWhole::kRowsAtOnce; ++step) {
       FourRows rows;
       rows.load(&shared.patch[step * NvWhole::kRowsAtOnce][line]);
+      const ScalesOfFour scales(rows, of_row);
+      if (__all_sync(kFullWarp, scales.are_easy())) continue;
       to = row.data.data + (first + step * NvWhole::kRowsAtOnce) * row.data.cols + (tile_col + lane * kCols) / 2;
-      write_four_hard_rows<kRandom>(rows, ScalesOfFour(rows, of_row), of_row.plane.global, to, row.data.cols,
-                                    draw_of_rows(step));
+      write_four_hard_rows<kRandom>(rows, scales, of_row.plane.global, to, row.data.cols, draw_of_rows(step));
     }
     const RandomBytes<4>::Place place_in_columns([&](int w) { return dice.of_place(true, group, w); });
     const auto draw_of_column = [&](unsigned column) {

@@ -22,14 +22,13 @@ struct FromActivation {
     shared.biases[lane] = __ldg(reinterpret_cast<const uint4*>(bias + tile_col) + lane);
   }
   __device__ __forceinline__ void make_ahead(const Shared& shared, int lane, uint4* mine) const {
+    uint4 biases = make_uint4(0u, 0u, 0u, 0u);
+    if (bias != nullptr) biases = shared.biases[lane];
 #pragma unroll 1
     for (int row = 0; row < kBlock; row += FourRows::kRows, mine += FourRows::kRows * NvConfig::kThreads) {
       FourRows rows;
       rows.load(mine);
-      if (bias != nullptr) {
-        const uint4 biases = shared.biases[lane];
-        add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
-      }
+      if (bias != nullptr) add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
 #pragma unroll
       for (int i = 0; i < FourRows::kRows; ++i) {
 #pragma unroll

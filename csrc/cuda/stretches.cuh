@@ -35,10 +35,22 @@ class Stretches {
       : behind_(trough_of(kind) + 1u), minus_behind_((0x10000u - behind_) * 0x10001u) {}
 
   __device__ __forceinline__ void take(uint32_t word) {
+    take_ends(word);
+    take_trough(word);
+  }
+  // a and d alone.
+  __device__ __forceinline__ void take_ends(uint32_t word) {
     a_ = __vmaxs2(a_, word);
+    d_ = __vmaxu2(d_, word);
+  }
+  // b and c. Once there is a value from 1 on, |act| of any trough is below the amax, and these need not be known.
+  __device__ __forceinline__ void take_trough(uint32_t word) {
     b_ = __viaddmax_u16x2(word, minus_behind_, b_);
     c_ = __viaddmin_u16x2(word, minus_behind_, c_);
-    d_ = __vmaxu2(d_, word);
+  }
+  __device__ __forceinline__ bool has_from_one_on() const {
+    constexpr int kOne = 0x3F800000;
+    return static_cast<int>(a_) >= kOne || static_cast<int>(a_ << 16) >= kOne;
   }
   __device__ __forceinline__ void take(const uint4& v) {
     take(v.x);
