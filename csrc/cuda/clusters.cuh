@@ -38,9 +38,15 @@ __device__ __forceinline__ float2 load_of_member(const float2* here, int member)
 }
 // To where `here` lies there. Its bytes are among those that `arrival` expects there: who waits for it sees them.
 __device__ __forceinline__ void send_to_member(float* here, int member, float value, Arrival* arrival) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                    place_of_member(here, member)),
-               "r"(__float_as_uint(value)), "r"(place_of_member(arrival, member))
+               "f"(value), "r"(place_of_member(arrival, member))
+               : "memory");
+}
+__device__ __forceinline__ void send_to_member(float4* here, int member, const float4& value, Arrival* arrival) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   place_of_member(here, member)),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(place_of_member(arrival, member))
                : "memory");
 }
 #else
@@ -50,6 +56,7 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ int cluster_member() { return 0; }
 __device__ __forceinline__ float2 load_of_member(const float2* here, int) { return *here; }
 __device__ __forceinline__ void send_to_member(float* here, int, float value, Arrival*) { *here = value; }
+__device__ __forceinline__ void send_to_member(float4* here, int, const float4& value, Arrival*) { *here = value; }
 #endif
 
 // How many clusters of a kernel run at once. 0: a part of a GPU may have no room for any.

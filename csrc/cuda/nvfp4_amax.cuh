@@ -78,37 +78,37 @@ __device__ __forceinline__ uint32_t sum_of_magnitudes(const Word& word, int firs
 
 // Of 16 rows, too: the magnitudes of what neighbours add up to, and of what they differ by, which is the transform's
 // first stage, each added up. The larger sum is a bound as well, and far lower where a column's values have much in
-// common, as they do behind a bias. Add of four neighbours after four: they begin with an empty one.
+// common, as they do behind a bias. Add of the first eight rows and of the others.
 class NeighbourSums {
  public:
-  // word(i): i of the four from row `first` on.
+  // word(i): of row i of the eight.
   template <typename Word>
-  __device__ __forceinline__ void add(const Word& word, int first) {
-    const auto both = [&](int i, uint32_t& sum, uint32_t& other) {
+  __device__ __forceinline__ void add(const Word& word) {
+    uint32_t of[4][2];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
       const uint32_t together = W::magnitude(add_bf16(word(i), word(i + 1)));
       const uint32_t apart = W::magnitude(subtract_bf16(word(i), word(i + 1)));
-      const uint32_t signs = kHadamardSigns >> (first + i);
-      const bool differ = (signs & 1u) != (signs >> 1 & 1u);
-      sum = differ ? apart : together;
-      other = differ ? together : apart;
-    };
-    uint32_t of[2][2];
-    both(0, of[0][0], of[0][1]);
-    both(2, of[1][0], of[1][1]);
+      const bool differ = kDiffer >> i & 1u;
+      of[i / 2][0] = differ ? apart : together;
+      of[i / 2][1] = differ ? together : apart;
+    }
 #pragma unroll
-    for (int k = 0; k < 2; ++k) sum_[first / 4][k] = add_bf16(of[0][k], of[1][k]);
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t four = add_bf16(of[0][k], of[1][k]);
+      sum_[k] = add_bf16(sum_[k], add_bf16(four, add_bf16(of[2][k], of[3][k])));
+    }
   }
   // Rounded four times, as sum_of_magnitudes is.
-  __device__ __forceinline__ uint32_t largest() const {
-    const auto all = [&](int k) {
-      return add_bf16(add_bf16(sum_[0][k], sum_[1][k]), add_bf16(sum_[2][k], sum_[3][k]));
-    };
-    return W::max(all(0), all(1));
-  }
+  __device__ __forceinline__ uint32_t largest() const { return W::max(sum_[0], sum_[1]); }
 
  private:
   using W = Words<bf16_t>;
-  uint32_t sum_[kBlock / 4][2];
+  // Of each row, whether its sign is not that of the next one.
+  static constexpr uint32_t kDiffer = kHadamardSigns ^ (kHadamardSigns >> 1);
+  static_assert(((kDiffer ^ (kDiffer >> 8)) & 0x55u) == 0u, "the same of pairs of either eight");
+
+  uint32_t sum_[2] = {0u, 0u};
 };
 
 // The first or the second eight rows of a column's 16, as the transform takes them: by three of its stages, what their
@@ -156,14 +156,19 @@ class EightRows {
 class KnownAmax {
  public:
   // amax: null if nobody wants to know. of_block: null, or a word of shared memory, zero at first, by which the warps
-  // of a block that stays tell each other. Then the first warp asks for all of them: of all that start at once, each
-  // asking at one place of L2, many would wait for each other.
+  // of a block that stays tell each other. Then the first warp asks for all of them.
   __device__ __forceinline__ KnownAmax(float* amax, uint32_t* of_block) : amax_(amax), of_block_(of_block) {}
 
   // For what comes next, ever more rarely: what is known changes less and less.
   __device__ __forceinline__ void ask() {
     ++rounds_;
-    if ((rounds_ & (rounds_ - 1u)) == 0u && (of_block_ == nullptr || threadIdx.x < 32u)) ask_now();
+    if ((rounds_ & (rounds_ - 1u)) == 0u && (of_block_ == nullptr || asks(rounds_ - 1u))) ask_now();
+  }
+  // Of a block whose warps tell each other, whether this one asks. At first all do: what others have found keeps a warp
+  // from making all that it has, and none waits for another.
+  static __device__ __forceinline__ bool asks(unsigned round) {
+    constexpr unsigned kByAll = 2u;
+    return round < kByAll || threadIdx.x < 32u;
   }
   __device__ __forceinline__ void ask_now() {
     if (amax_ != nullptr) heard_ = peek(amax_);
@@ -184,11 +189,18 @@ class KnownAmax {
   __device__ __forceinline__ bool is_topped_by(uint32_t magnitudes, float share) const {
     return is_above(magnitudes, known() * share);
   }
-  // The same, of magnitudes that may be larger by `rest`, which is no zero.
-  __device__ __forceinline__ bool may_be_topped_by(uint32_t magnitudes, float share, float rest) const {
+  // What finite magnitudes may be without being above `share` of what is known: as long as nothing new is.
+  __device__ __forceinline__ float limit(float share) const {
     constexpr float kFar = 0x1p126f;  // larger ones may be those of infinities
-    const float most = fminf(known() * share, kFar) - rest;
-    return most <= 0.0f || is_above(magnitudes, most);
+    return fminf(known() * share, kFar);
+  }
+  // Whether either half of a word of bf16 magnitudes reaches `most`, or is no number.
+  static __device__ __forceinline__ bool reaches(uint32_t magnitudes, float most) {
+    return !(float_of(Words<bf16_t>::fold(magnitudes) << 16) < most);
+  }
+  // is_topped_by, of magnitudes that may be larger by `rest`, which is no zero.
+  __device__ __forceinline__ bool may_be_topped_by(uint32_t magnitudes, float share, float rest) const {
+    return reaches(magnitudes, limit(share) - rest);
   }
 
   // found: the same in all lanes.

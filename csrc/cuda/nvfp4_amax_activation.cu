@@ -91,10 +91,11 @@ __device__ __forceinline__ bool may_rise(const NvPatch<bf16_t, 2>& patch, bool b
   const auto sum = [&](int w) {
     NeighbourSums sums;
 #pragma unroll
-    for (int i = 0; i < kBlock; i += 4) {
-      const uint32_t near[4] = {Bound::near(patch.word[i][w]), Bound::near(patch.word[i + 1][w]),
-                                Bound::near(patch.word[i + 2][w]), Bound::near(patch.word[i + 3][w])};
-      sums.add([&](int k) { return near[k]; }, i);
+    for (int first = 0; first < kBlock; first += 8) {
+      uint32_t near[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) near[i] = Bound::near(patch.word[first + i][w]);
+      sums.add([&](int i) { return near[i]; });
     }
     return sums.largest();
   };
@@ -142,11 +143,13 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   if (is_noop(noop)) return;
   if (threadIdx.x == 0u) known = 0u;
   __syncthreads();
-  wait_for_kernel_before();  // which zeroes both
   ColumnAmax columns(amax_col, &known);
   Stretches found(kKind);
   bool from_one_on = false;  // any of the warp's values: nearly always, and then the trough needs no more work
-  if (work.is_small()) columns.ask_now();  // others know much already
+  if (work.is_small()) {  // others know much already
+    wait_for_kernel_before();
+    columns.ask_now();
+  }
   work.for_each<kWarps>([&](unsigned at) {
     const unsigned down = at / across;
     const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
@@ -167,6 +170,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
       from_one_on = __any_sync(kFullWarp, found.has_from_one_on());
       if (!from_one_on) each_word([&](uint32_t word) { found.take_trough(word); });
     }
+    wait_for_kernel_before();  // which zeroes both, while the first operands are on their way
     columns.hear();
     const bool low = W::fold(found.lowest()) >= Bound::kLowest;
     uint32_t rising = __ballot_sync(kFullWarp, low || may_rise<Bound>(patch, bias != nullptr, columns));

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   };
   const uint32_t sums = W::max(W::max(sum(0), sum(1)), W::max(sum(2), sum(3)));
   const float most_shift = float_of(__reduce_max_sync(kFullWarp, bits_of(shift) & kAbsMask));
-  const float rest = NearlyBounds::rest(most_shift, nearly.most_gain(), nearly.most_bias());
+  const float rest = NearlyBounds(nearly.most_gain(), nearly.most_bias()).rest(most_shift);
   rows.hear();
   columns.hear();
   const bool rises = amax_row != nullptr && rows.may_be_topped_by(magnitudes(largest), NearlyBounds::kOfRows, rest);

@@ -35,55 +35,45 @@ __device__ __forceinline__ uint32_t bounds_of(float low, float high, float most)
 }
 
 // ---------------------------------------------------------------------------------------------- statistics
-// What blocks have sent: eight sums of each row from every one. Where they lie keeps lanes that have neighbouring rows
-// off each other's banks.
+// What blocks have sent: eight sums of each row from every one.
 struct RowParts {
-  static constexpr int kBytes = kBlock * NvNormRows::kCluster * 8 * 4;
-
-  alignas(16) float part[kBlock][NvNormRows::kCluster * 8];
-
-  static __device__ __forceinline__ int place(int row, int member) { return 8 * (member ^ (row % 4)); }
-
-  // All of a row's, as TeamOfRows adds up: those 32, 16, 8, 4, 2 and 1 apart. Two lanes of a warp have a row.
-  __device__ __forceinline__ float sum() const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const float* mine = &part[lane / 2][lane % 2 * 4];
-    float4 four[NvNormRows::kCluster];
-#pragma unroll
-    for (int i = 0; i < NvNormRows::kCluster; ++i) {
-      four[i] = *reinterpret_cast<const float4*>(mine + place(lane / 2, i));
-    }
-    const auto fold = [&](float float4::*of) {
-      float v[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = four[i].*of;
-      const float folded = fold_eight(v);
-      return folded + __shfl_xor_sync(kFullWarp, folded, 1);
-    };
-    return (fold(&float4::x) + fold(&float4::z)) + (fold(&float4::y) + fold(&float4::w));
-  }
+  float4 part[PlaceInRow::kRowsOfMember][NvNormRows::kCluster * 2];
+  static constexpr int kBytes = PlaceInRow::kRowsOfMember * NvNormRows::kCluster * 2 * sizeof(float4);
 };
 
 struct RmsStats {
   float rstd[kBlock];
   alignas(16) uint32_t bounds[kBlock];
+  static constexpr int kBytes = kBlock * 2 * sizeof(float);
 };
 
 class RmsMaker {
+  static constexpr int kLanes = NvNormRows::kCluster * 2;  // of a row
+
  public:
   __device__ __forceinline__ explicit RmsMaker(const Made& x) : x_(x), count_(x.cols) {}
 
-  __device__ __forceinline__ void make(const RowParts& parts, RmsStats& stats, int first_row) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int row = lane / 2;
-    const float rstd = reciprocal_deviation(parts.sum(), count_, x_.eps);
-    if (lane % 2 != 0) return;
-    stats.rstd[row] = rstd;
-    stats.bounds[row] = bounds_of(rstd, rstd, kFloatMax);
-    if (first_row >= 0) x_.rstd[first_row + row] = rstd;
+  static __device__ __forceinline__ float4 read(const RowParts& parts) { return parts.part[row()][lane()]; }
+
+  __device__ __forceinline__ void make(float4 sums, int first_row, RmsStats& stats, Arrival& arrival) const {
+    // As TeamOfRows adds up: those 32, 16, 8, 4, 2 and 1 apart.
+    sums.x = fold_lanes<kLanes>(sums.x), sums.y = fold_lanes<kLanes>(sums.y);
+    sums.z = fold_lanes<kLanes>(sums.z), sums.w = fold_lanes<kLanes>(sums.w);
+    const float rstd = reciprocal_deviation((sums.x + sums.z) + (sums.y + sums.w), count_, x_.eps);
+    if (lane() < NvNormRows::kCluster) {
+      const int at = cluster_member() * PlaceInRow::kRowsOfMember + row();
+      send_to_member(&stats.rstd[at], lane(), rstd, &arrival);
+      send_to_member(reinterpret_cast<float*>(&stats.bounds[at]), lane(), float_of(bounds_of(rstd, rstd, kFloatMax)),
+                     &arrival);
+    } else if (lane() == NvNormRows::kCluster) {
+      x_.rstd[first_row + row()] = rstd;
+    }
   }
 
  private:
+  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x % 32) / kLanes; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32) % kLanes; }
+
   const Made& x_;
   RowCount count_;
 };
@@ -104,13 +94,14 @@ struct SquareShare : PlaceInRow {
     }
     return fold_eight(total);
   }
-  // To all blocks, with those of threads 64 apart added up.
+  // With those of threads 64 apart added up, four by one lane.
   static __device__ __forceinline__ void send(float share, RowParts& parts, Arrival& arrival) {
     share += __shfl_xor_sync(kFullWarp, share, 8);
-    float* to = &parts.part[row()][RowParts::place(row(), cluster_member()) + lane() % 8];
-    const int first = lane() / 8 * (NvNormRows::kCluster / 2);
-#pragma unroll
-    for (int i = 0; i < NvNormRows::kCluster / 2; ++i) send_to_member(to, first + i, share, &arrival);
+    const int half = lane() / 8;
+    const auto of = [&](int i) { return __shfl_sync(kFullWarp, share, half * 4 + i, NvNormRows::kLanes); };
+    const float4 sums = make_float4(of(0), of(1), of(2), of(3));
+    if (lane() % 8 != 0) return;
+    send_to_member(&parts.part[row() % kRowsOfMember][cluster_member() * 2 + half], maker(), sums, &arrival);
   }
 };
 

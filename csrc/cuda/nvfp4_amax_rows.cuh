@@ -2,19 +2,22 @@
 //
 // A cluster of eight blocks takes 16 rows at a time. Each block has an eighth of their columns, those of 16 of the 128
 // threads by whose sums statistics are defined (TeamOfRows), as one box, with two more on their way. Eight of its warps
-// add up what statistics are made of, which goes to the shared memory of all blocks of the cluster, where a ninth warp
-// makes them, and asks for boxes. Then a thread has 16 rows of four columns. Nothing is made but where it may be larger
-// than what is known: of a column's values and the sum of their magnitudes there are bounds, in bf16, two an
-// instruction. nvfp4_amax_norm_rows.cu has what an RMSNorm's rows are to this, nvfp4_amax_layer_rows.cu a LayerNorm's:
+// add up what statistics are made of. Of two rows each, that goes to the shared memory of one block, where a ninth warp
+// makes statistics, and sends them to all blocks. Then a thread has 16 rows of four columns. Nothing is made but where it
+// may be larger than what is known: of a column's values and the sum of their magnitudes there are bounds, in bf16, two
+// an instruction. nvfp4_amax_norm_rows.cu has what an RMSNorm's rows are to this, nvfp4_amax_layer_rows.cu a
+// LayerNorm's:
 //
-//   Parts                  what blocks send each other of 16 rows
-//     kBytes               that arrive at each block
+//   Parts                  what blocks send to the one that makes the statistics of two rows
+//     kBytes               that arrive there
 //   Stats                  of 16 rows, in shared memory
+//     kBytes               that arrive there
 //   Share(x)               of a thread in its row's sums
 //     of(stage)            what it has to send
 //     send(that, parts, arrival)
-//   Maker(x)               by the ninth warp, of which two lanes have a row
-//     make(parts, stats, row)  row: the first one's number, where the block is to keep statistics, or -1
+//   Maker(x)               of the ninth warp, half of which has a row each
+//     read(parts)
+//     make(that, row, stats, arrival)  row: the first one's number
 //   Columns(x, amax_row, amax_col, known)   a RisingColumns with
 //     take(stage, stats)
 #pragma once
@@ -42,51 +45,40 @@ struct NvNormRows {
   static constexpr int kPieces = 2 * kVectors;
   static constexpr int kColumns = kPieces * kStep;
   static constexpr int kBytes = kStages * kStage * 16;
-  static constexpr int kFew = 8;  // lanes whose columns a warp makes one after another, rather than all lanes' at once
+  static constexpr int kFew = 4;  // lanes whose columns a warp makes one after another, rather than all lanes' at once
 };
 
 // ---------------------------------------------------------------------------------------------- shared memory
 // Of 16 rows, in turn with the next ones.
+//
+// A warp sends parts of its two rows before it hears the statistics of the 16 before these, and looks at their columns.
+// So it has heard the ones before those, whose parts nobody needs any more: there are two places. The other warps may be
+// a round behind with columns, and two with what they have sent: there are four places for statistics.
 template <typename Rows>
 struct ClusterShared {
   typename Rows::Parts parts[2];
-  typename Rows::Stats stats[2];
+  static constexpr unsigned kStats = 4u;
+  typename Rows::Stats stats[kStats];
   uint32_t known[2];
   Arrival parts_there[2];
+  Arrival stats_there[kStats];
   Arrival rows_there[NvNormRows::kStages];
 };
 
-// What the ninth warp and the others tell each other, by barriers of the block: those who only tell do not wait. (It
-// takes as long by mbarriers, but what those keep apart, racecheck does not see.)
-struct Told {
-  // Statistics are there. A barrier for each warp, so that none waits for another. Those of the next rows need what all
-  // warps send after they have heard this.
-  static __device__ __forceinline__ void stats_there() {
-#pragma unroll
-    for (int warp = 0; warp < NvNormRows::kWarps; ++warp) tell(kStats + warp, 2 * 32);
+// Nobody needs the rows of a round any more, which the ninth warp waits for, and others only tell, by barriers of the
+// block. When a warp is done with the next ones, this may not have been heard yet. (It takes as long by mbarriers, but
+// what those keep apart, racecheck does not see.)
+struct RowsDone {
+  static __device__ __forceinline__ void tell(unsigned round) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier(round)), "r"(NvNormRows::kThreads) : "memory");
   }
-  static __device__ __forceinline__ void wait_for_stats() {
-    wait(kStats + static_cast<int>(threadIdx.x) / 32, 2 * 32);
-  }
-  // Nobody needs the rows of a round any more, nor their statistics. When a warp is done with the next ones, this may
-  // not have been heard yet.
-  static __device__ __forceinline__ void rows_done(unsigned round) {
-    tell(kRows + static_cast<int>(round % 2u), NvNormRows::kThreads);
-  }
-  static __device__ __forceinline__ void wait_for_rows(unsigned round) {
-    wait(kRows + static_cast<int>(round % 2u), NvNormRows::kThreads);
+  static __device__ __forceinline__ void wait(unsigned round) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier(round)), "r"(NvNormRows::kThreads) : "memory");
   }
 
  private:
-  static constexpr int kStats = 1;  // 0 is __syncthreads's
-  static constexpr int kRows = kStats + NvNormRows::kWarps;
-  static_assert(kRows + 2 <= 16, "a block has 16 barriers");
-
-  static __device__ __forceinline__ void tell(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-  }
-  static __device__ __forceinline__ void wait(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  static __device__ __forceinline__ int barrier(unsigned round) {
+    return 1 + static_cast<int>(round % 2u);  // 0 is __syncthreads's
   }
 };
 
@@ -119,38 +111,47 @@ __device__ __forceinline__ void fetch(Arrival (&there)[NvNormRows::kStages], uin
            there[stage]);
 }
 
+// A thread's place in its row.
+struct PlaceInRow {
+  static constexpr int kRowsOfMember = kBlock / NvNormRows::kCluster;  // whose statistics a block makes
+
+  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) / NvNormRows::kLanes; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % NvNormRows::kLanes; }
+  // Who makes its statistics.
+  static __device__ __forceinline__ int maker() { return row() / kRowsOfMember; }
+  // Its vectors lie kLanes apart.
+  static __device__ __forceinline__ const uint4* vectors(const uint4* stage) {
+    return stage + row() * NvNormRows::kRow + lane();
+  }
+};
+
 // What the ninth warp does.
 template <typename Rows>
 __device__ __forceinline__ void make_stats(ClusterShared<Rows>& shared, uint4* memory, const CUtensorMap& boxes,
                                            const Made& x, const RowGroups& groups) {
+  constexpr unsigned kStats = ClusterShared<Rows>::kStats;
   const typename Rows::Maker maker(x);
   const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll 1
   for (unsigned round = 0u; round < groups.count; ++round) {
     const unsigned turn = round % 2u;
     shared.parts_there[turn].wait(round / 2u);
-    // Written while the kernel before may still run, which knows nothing of it; all before that one has ended.
-    maker.make(shared.parts[turn], shared.stats[turn], cluster_member() == 0 ? groups.row(round) : -1);
-    // Before those who are told send the next ones.
+    const auto parts = maker.read(shared.parts[turn]);
+    __syncwarp();
+    // Before anybody hears the statistics, and sends the next ones.
     if (lane == 0) shared.parts_there[turn].expect(Rows::Parts::kBytes);
-    Told::stats_there();
+    // Written while the kernel before may still run, which knows nothing of it; all before that one has ended.
+    maker.make(parts, groups.row(round) + PlaceInRow::kRowsOfMember * cluster_member(), shared.stats[round % kStats],
+               shared.stats_there[round % kStats]);
     if (round == 0u) continue;
-    // The next ones take the place of the rows before these, and of their statistics.
-    Told::wait_for_rows(round - 1u);
-    if (lane == 0) fetch(shared.rows_there, memory, boxes, groups, round - 1u + NvNormRows::kStages);
+    // The next ones take the place of the rows before these, and of their statistics, which all have heard.
+    RowsDone::wait(round - 1u);
+    if (lane != 0) continue;
+    shared.stats_there[(round - 1u) % kStats].expect(Rows::Stats::kBytes);
+    fetch(shared.rows_there, memory, boxes, groups, round - 1u + NvNormRows::kStages);
   }
-  Told::wait_for_rows(groups.count - 1u);  // no barrier is left half full
+  RowsDone::wait(groups.count - 1u);  // no barrier is left half full
 }
-
-// A thread's place in its row.
-struct PlaceInRow {
-  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) / NvNormRows::kLanes; }
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % NvNormRows::kLanes; }
-  // Its vectors lie kLanes apart.
-  static __device__ __forceinline__ const uint4* vectors(const uint4* stage) {
-    return stage + row() * NvNormRows::kRow + lane();
-  }
-};
 
 // ---------------------------------------------------------------------------------------------- columns
 // Those that a warp has of 16 rows, each lane four, and the amaxes that they may raise.
@@ -165,9 +166,13 @@ class RisingColumns {
         of_rows_(amax_row, &known[0]),
         of_columns_(amax_col, &known[1]) {}
 
+  // For the next rows, when these have raised what they may.
   __device__ __forceinline__ void ask() {
-    of_rows_.ask();
-    of_columns_.ask();
+    if (is_time() && KnownAmax::asks(round_)) {
+      of_rows_.ask_now();
+      of_columns_.ask_now();
+    }
+    ++round_;
   }
 
  protected:
@@ -179,9 +184,12 @@ class RisingColumns {
     return reinterpret_cast<const uint2*>(stage + threadIdx.x / 32 * NvNormRows::kLanes);
   }
   __device__ __forceinline__ bool inside(int col) const { return col < x_.cols; }
-  __device__ __forceinline__ void hear() {
+  // What was asked for last time. False: not this time.
+  __device__ __forceinline__ bool hear() {
+    if (!is_time()) return false;
     of_rows_.hear();
     of_columns_.hear();
+    return true;
   }
 
   // Makes what lanes have, those that are `rising`, or all if these are many. shifts: where kShifted.
@@ -233,8 +241,15 @@ class RisingColumns {
   int col_;
   KnownAmax of_rows_;
   ColumnAmax of_columns_;
+  unsigned round_ = 0u;
 
  private:
+  // Not every time: what is known changes less and less, and hearing of it takes a tenth of the time.
+  __device__ __forceinline__ bool is_time() const {
+    constexpr unsigned kAtFirst = 8u;
+    constexpr unsigned kOften = 4u;
+    return round_ < kAtFirst || round_ % kOften == 0u;
+  }
   static __device__ __forceinline__ int column_of(int lane) {
     const int piece = static_cast<int>(threadIdx.x) / 32 * 2 + lane / 16;
     return piece * NvNormRows::kStep + cluster_member() * NvNormRows::kPiece + lane % 16 * 4;
@@ -260,10 +275,9 @@ __global__ void TED_IN_CLUSTERS_OF(NvNormRows::kCluster)
   if (is_ninth && threadIdx.x % 32 == 0) {
     shared.known[0] = shared.known[1] = 0u;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      shared.parts_there[i].init();
-      shared.parts_there[i].expect(Rows::Parts::kBytes);
-    }
+    for (Arrival& there : shared.parts_there) there.init(), there.expect(Rows::Parts::kBytes);
+#pragma unroll
+    for (Arrival& there : shared.stats_there) there.init(), there.expect(Rows::Stats::kBytes);
 #pragma unroll
     for (unsigned stage = 0u; stage < kStages; ++stage) {
       shared.rows_there[stage].init();
@@ -288,15 +302,12 @@ __global__ void TED_IN_CLUSTERS_OF(NvNormRows::kCluster)
   typename Rows::Columns columns(x, amax_row, amax_col, shared.known);
 #pragma unroll 1
   for (unsigned round = 0u; round < groups.count; ++round) {
-    // What the next rows need others for is sent before this one's columns are looked at, and after its statistics are
-    // there: then all blocks have read the parts before those.
-    const bool more = round + 1u < groups.count;
-    decltype(share_of(0u)) next{};
-    if (more) next = share_of(round + 1u);
-    Told::wait_for_stats();
-    if (more) send(round + 1u, next);
-    columns.take(stage_of(round), shared.stats[round % 2u]);
-    Told::rows_done(round);
+    // What the next rows need others for is on its way while this one's columns are looked at.
+    if (round + 1u < groups.count) send(round + 1u, share_of(round + 1u));
+    constexpr unsigned kStats = ClusterShared<Rows>::kStats;
+    shared.stats_there[round % kStats].wait(round / kStats);
+    columns.take(stage_of(round), shared.stats[round % kStats]);
+    RowsDone::tell(round);
     columns.ask();
   }
 }

@@ -22,10 +22,16 @@ struct NearlyBounds {
   // at most four times the largest, so that they may be apart by 16 / 256 of that; and sums in bf16 may take 8.2 / 512.
   static constexpr float kOfColumns = 3.68f;
 
-  // Of the largest magnitudes. What is too small for bf16 comes on top.
-  static __device__ __forceinline__ float rest(float shift, float gain, float bias) {
-    return bias * (4.1f / 256.0f) + shift * gain * (2.1f / 256.0f) + gain * 0x1p-112f + 0x1p-100f;
-  }
+  NearlyBounds() = default;
+  // The largest magnitudes. What is too small for bf16 comes on top.
+  __device__ __forceinline__ NearlyBounds(float gain, float bias)
+      : of_all_(bias * (4.1f / 256.0f) + gain * 0x1p-112f + 0x1p-100f), of_shift_(gain * (2.1f / 256.0f)) {}
+
+  __device__ __forceinline__ float rest(float shift) const { return fused_multiply_add(shift, of_shift_, of_all_); }
+
+ private:
+  float of_all_;
+  float of_shift_;
 };
 
 // n of neighbouring columns, two a word.

@@ -128,11 +128,12 @@ struct AsItIs {
   __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
   // The thread's part of a tile, where it is: kMadeAhead.
   __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, uint4* /*mine*/) const {}
-  // Four rows of the matrix, from `row` on, of which `mine` is the thread's part. What is made goes there if kept.
-  __device__ __forceinline__ void take(const Shared&, int64_t /*row*/, int /*lane*/, const uint4* mine, bool /*kept*/,
-                                       FourRows& rows) const {
-    rows.load(mine);
-  }
+  // Of a thread, for the rows of a tile from `row` on.
+  struct Taker {
+    __device__ __forceinline__ Taker(const AsItIs&, const Shared&, int64_t /*row*/, int /*lane*/) {}
+    // Four of them after four, of which `mine` is the thread's part. What is made goes there if kept.
+    __device__ __forceinline__ void take(const uint4* mine, bool /*kept*/, FourRows& rows) { rows.load(mine); }
+  };
 };
 
 // rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there.
@@ -208,6 +209,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     uint8_t* row_scales = &shared.row_scales[group * kBlock + (kSquares ? 0 : lane % 2 * 2)][lane / 2];
     uint4* mine = &shared.patch[0][line];
     uint32_t square = 0u;
+    typename From::Taker taker(from, for_making, first, lane);
     shared.arrival.wait(count - left);
     if constexpr (From::kMadeAhead) {
       from.make_ahead(for_making, lane, mine);
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
 #pragma unroll 1
       for (int step = 0; step < kBlock / NvWhole::kRowsAtOnce; ++step) {
         FourRows rows;
-        from.take(for_making, first + step * NvWhole::kRowsAtOnce, lane, mine, with_columns, rows);
+        taker.take(mine, with_columns, rows);
         if constexpr (kSquares) {
           write_four_rows<raised.value>(rows, of_rows, of_row.plane.global, to, row.data.cols);
         } else if (with_rows) {

@@ -37,9 +37,10 @@ struct FromActivation {
       rows.store(mine);
     }
   }
-  __device__ __forceinline__ void take(const Shared&, int64_t, int, const uint4* mine, bool, FourRows& rows) const {
-    rows.load(mine);
-  }
+  struct Taker {
+    __device__ __forceinline__ Taker(const FromActivation&, const Shared&, int64_t /*row*/, int /*lane*/) {}
+    __device__ __forceinline__ void take(const uint4* mine, bool /*kept*/, FourRows& rows) { rows.load(mine); }
+  };
 };
 
 }  // namespace

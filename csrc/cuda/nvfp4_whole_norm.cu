@@ -28,38 +28,58 @@ struct FromNorm {
     if (kShifted) shared.bias[at % 2][at / 2] = load_vector_four(x.bias, col, kNoBias);
   }
 
-  __device__ __forceinline__ void take(const Shared& shared, int64_t row, int lane, uint4* mine, bool kept,
-                                       FourRows& rows) const {
-    rows.load(mine);
-    make(shared, row, lane, rows);
-    if (kept) rows.store(mine);
-  }
-
-  __device__ __forceinline__ void make(const Shared& shared, int64_t row, int lane, FourRows& rows) const {
-    const float4 rstd = *reinterpret_cast<const float4*>(x.rstd + row);
-    const float rstds[4] = {rstd.x, rstd.y, rstd.z, rstd.w};
-    float shifts[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
-    if (kShifted && x.centered) {
-      const float4 mean = *reinterpret_cast<const float4*>(x.mean + row);
-      const float means[4] = {mean.x, mean.y, mean.z, mean.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) shifts[i] = RowStats{means[i], rstds[i]}.shift(true);
+  // Statistics of four rows are on their way while those before are made.
+  class Taker {
+   public:
+    __device__ __forceinline__ Taker(const FromNorm& from, const Shared& shared, int64_t row, int lane)
+        : from_(from), shared_(shared), lane_(lane), row_(row) {
+      ask();
     }
+    __device__ __forceinline__ void take(uint4* mine, bool kept, FourRows& rows) {
+      rows.load(mine);
+      const float rstds[4] = {rstd_.x, rstd_.y, rstd_.z, rstd_.w};
+      float shifts[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
+      if (is_centered()) {
+        const float means[4] = {mean_.x, mean_.y, mean_.z, mean_.w};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 gain = shared.gain[half][lane];
-      const float4 bias = kShifted ? shared.bias[half][lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < 4; ++i) shifts[i] = RowStats{means[i], rstds[i]}.shift(true);
+      }
+      row_ += FourRows::kRows;
+      if (row_ % kBlock != 0) ask();
+      make(rstds, shifts, rows);
+      if (kept) rows.store(mine);
+    }
+
+   private:
+    __device__ __forceinline__ bool is_centered() const { return kShifted && from_.x.centered; }
+    __device__ __forceinline__ void ask() {
+      rstd_ = *reinterpret_cast<const float4*>(from_.x.rstd + row_);
+      if (is_centered()) mean_ = *reinterpret_cast<const float4*>(from_.x.mean + row_);
+    }
+    __device__ __forceinline__ void make(const float (&rstds)[4], const float (&shifts)[4], FourRows& rows) const {
 #pragma unroll
-      for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
-        uint32_t& first = rows.word[i][2 * half];
-        uint32_t& second = rows.word[i][2 * half + 1];
-        first = norm_of_word<kShifted>(first, rstds[i], shifts[i], make_float2(gain.x, gain.y),
-                                       make_float2(bias.x, bias.y));
-        second = norm_of_word<kShifted>(second, rstds[i], shifts[i], make_float2(gain.z, gain.w),
-                                        make_float2(bias.z, bias.w));
+      for (int half = 0; half < 2; ++half) {
+        const float4 gain = shared_.gain[half][lane_];
+        const float4 bias = kShifted ? shared_.bias[half][lane_] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < NvWhole::kRowsAtOnce; ++i) {
+          uint32_t& first = rows.word[i][2 * half];
+          uint32_t& second = rows.word[i][2 * half + 1];
+          first = norm_of_word<kShifted>(first, rstds[i], shifts[i], make_float2(gain.x, gain.y),
+                                         make_float2(bias.x, bias.y));
+          second = norm_of_word<kShifted>(second, rstds[i], shifts[i], make_float2(gain.z, gain.w),
+                                          make_float2(bias.z, bias.w));
+        }
       }
     }
-  }
+
+    const FromNorm& from_;
+    const Shared& shared_;
+    int lane_;
+    int64_t row_;
+    float4 rstd_;
+    float4 mean_;
+  };
 };
 
 }  // namespace
