@@ -129,7 +129,7 @@ struct TwoColumns {
 
   __device__ __forceinline__ void load(uint32_t (&word)[kBlock]) const {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kPitch * 4];
+    for (int i = 0; i < kBlock; ++i) word[i] = words[i * NvConfig::kThreads * 4];
   }
   // Of the first or the second one.
   __device__ __forceinline__ void store(unsigned e, const ColumnCodes& made) const {

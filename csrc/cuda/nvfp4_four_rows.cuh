@@ -17,14 +17,14 @@ struct FourRows {
   __device__ __forceinline__ void load(const uint4* from) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint4 v = from[i * NvConfig::kPitch];
+      const uint4 v = from[i * NvConfig::kThreads];
       word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
     }
   }
   __device__ __forceinline__ void store(uint4* to) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      to[i * NvConfig::kPitch] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+      to[i * NvConfig::kThreads] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
     }
   }
   // The largest magnitudes of two rows' blocks, in the halves of a word. The other thread that holds those blocks has

@@ -18,7 +18,6 @@ struct NvConfig {
   static constexpr int kThreads = kLanes * kGroups;
   static constexpr int kWarpsPerSm = 16;  // 128 registers a thread
   static constexpr int kRows = kGroups * kBlock;
-  static constexpr int kPitch = 32;  // vectors from row to row, where boxes put what a warp has
 };
 
 // Round to nearest from bf16 is what most casts are; there, the usual case has code of its own.

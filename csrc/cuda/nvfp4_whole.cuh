@@ -3,8 +3,7 @@
 // work in one piece does not fit the cache of instructions.
 //
 // A thread has 16 rows of 8 columns, in shared memory. It makes the codes of four rows at a time, then those of one
-// column after another. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions. A warp asks
-// for its part of the next tile when it is done with this one's, whatever the others do.
+// column after another. Tiles come, and codes of columns leave, as boxes: their copies cost no instructions.
 //
 // What these kernels wait for is instructions, those of logic and shifts above all, and the number of their requests to
 // L2, not the bytes. Hence the multiplications where shifts would do, and blocks that take two tiles, one below the
@@ -28,8 +27,6 @@ struct NvWhole {
   static constexpr int kRowsAtOnce = FourRows::kRows;
   static constexpr int kBlocksPerSm = 5;
   static constexpr unsigned kTall = 2;  // tiles of most blocks
-  static constexpr int kWarps = NvConfig::kThreads / 32;
-  static constexpr int kGroupsOfWarp = NvConfig::kGroups / kWarps;
 };
 
 // ---------------------------------------------------------------------------------------------- squares
@@ -38,7 +35,7 @@ __device__ __forceinline__ uint32_t max_of_square(const uint4* mine) {
   uint32_t pair = 0u;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const uint4 v = mine[i * NvConfig::kPitch];
+    const uint4 v = mine[i * NvConfig::kThreads];
     pair = larger_pair(pair, larger_pair(v.x, v.y, v.z, v.w));
   }
   pair = magnitudes(pair);
@@ -81,7 +78,7 @@ struct TileOrder {
 
 // A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
 struct NvBoxes {
-  CUtensorMap in;         // of a warp's part of a tile: [16][kGroupsOfWarp][128 columns], row i of all patches first
+  CUtensorMap in;         // of a tile: [16][kGroups][128 columns], row i of all patches first
   CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
 };
 
@@ -89,12 +86,12 @@ struct NvBoxes {
 template <typename Dice>
 struct NvShared {
   alignas(512) uint2 col_codes[NvPatch<bf16_t>::kCols][NvConfig::kLanes][NvConfig::kGroups];
-  alignas(128) uint4 patch[NvWhole::kWarps][kBlock][NvConfig::kPitch];
+  alignas(128) uint4 patch[kBlock][NvConfig::kThreads];
   alignas(8) uint8_t row_scales[NvConfig::kRows][NvTile<bf16_t>::kRowScales];
   alignas(8) uint8_t col_scales[NvTile<bf16_t>::kCols][NvTile<bf16_t>::kColScales];
   PlaneScales row;
   PlaneScales col;
-  Arrival arrival[NvWhole::kWarps];
+  Arrival arrival;
   Dice dice;
 
   // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
@@ -103,13 +100,11 @@ struct NvShared {
   }
 };
 
-// What the warp has of a tile, by one thread of it.
+// All of a tile, by one thread.
 template <typename Dice>
-__device__ __forceinline__ void fetch_part(NvShared<Dice>& shared, const NvBoxes& boxes, int warp, int64_t row,
-                                           int64_t col) {
-  shared.arrival[warp].expect(sizeof(shared.patch[warp]));
-  load_box(shared.patch[warp], boxes.in, static_cast<int>(col),
-           static_cast<int>(row / kBlock) + warp * NvWhole::kGroupsOfWarp, 0, shared.arrival[warp]);
+__device__ __forceinline__ void fetch_tile(NvShared<Dice>& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
+  shared.arrival.expect(sizeof(shared.patch));
+  load_box(shared.patch, boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), 0, shared.arrival);
 }
 
 // The same place in shared memory, which the compiler does not know how to compute. If it did, it would do so again
@@ -169,14 +164,11 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   // What a warp does before the first tile. Duties move on from block to block: a warp's number says which of four
   // schedulers it has.
   const unsigned duty = (threadIdx.x / 32u + blockIdx.x + blockIdx.y) % 4u;
-  const bool stores = duty == 2u && threadIdx.x % 32u == 0u;
-  const bool asks = threadIdx.x % 32u == 0u;
-  // As a vote, so that the compiler knows that all lanes wait for the same.
-  const int warp = static_cast<int>(__reduce_max_sync(kFullWarp, threadIdx.x / 32u));
+  const bool asks = duty == 2u && threadIdx.x % 32u == 0u;
   if (asks) {
-    shared.arrival[warp].init();
+    shared.arrival.init();
     if (written) wait_for_kernel_before();
-    fetch_part(shared, boxes, warp, tile_row, tile_col);
+    fetch_tile(shared, boxes, tile_row, tile_col);
   }
   // By warps that fill no table, as far as they go.
   const unsigned draw = (duty + 2u) % 4u * 32u + threadIdx.x % 32u;
@@ -203,8 +195,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   if (!is_early) fill_tables();
   if (duty == 3u) from.prepare(for_making, tile_col);
   __syncthreads();
-  uint4* const of_thread = &shared.patch[warp][0][line % 32];
-  const TwoColumns columns{reinterpret_cast<const uint32_t*>(of_thread),
+  const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
   const auto& dice = *computed_once(&shared.dice);
@@ -216,10 +207,10 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   for (unsigned left = count;;) {
     uint8_t* to = row.data.data + first * row.data.cols + (tile_col + lane * kCols) / 2;
     uint8_t* row_scales = &shared.row_scales[group * kBlock + (kSquares ? 0 : lane % 2 * 2)][lane / 2];
-    uint4* mine = of_thread;
+    uint4* mine = &shared.patch[0][line];
     uint32_t square = 0u;
     typename From::Taker taker(from, for_making, first, lane);
-    shared.arrival[warp].wait(count - left);
+    shared.arrival.wait(count - left);
     if constexpr (From::kMadeAhead) {
       from.make_ahead(for_making, lane, mine);
       if (is_early && left == count) {
@@ -260,7 +251,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
           scales.add_to(hardest_rows);
           if (From::kMade && !with_columns && !__all_sync(kFullWarp, scales.are_easy())) rows.store(mine);
         }
-        mine += NvWhole::kRowsAtOnce * NvConfig::kPitch;
+        mine += NvWhole::kRowsAtOnce * NvConfig::kThreads;
         to += NvWhole::kRowsAtOnce * row.data.cols;
         row_scales += NvWhole::kRowsAtOnce * Tile::kRowScales;
       }
@@ -271,7 +262,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
 #pragma unroll 1
     for (int step = 0; !all_easy && step < kBlock / NvWhole::kRowsAtOnce; ++step) {
       FourRows rows;
-      rows.load(of_thread + step * NvWhole::kRowsAtOnce * NvConfig::kPitch);
+      rows.load(&shared.patch[step * NvWhole::kRowsAtOnce][line]);
       const ScalesOfFour scales(rows, of_row);
       if (__all_sync(kFullWarp, scales.are_easy())) continue;
       to = row.data.data + (first + step * NvWhole::kRowsAtOnce) * row.data.cols + (tile_col + lane * kCols) / 2;
@@ -288,12 +279,13 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     }
     --left;
     show_to_copies();
-    __syncwarp();
-    if (asks && left > 0u) fetch_part(shared, boxes, warp, tile_row + kTile, tile_col);
     __syncthreads();
-    if (stores && with_columns) {
-      store_box(boxes.col_codes, static_cast<int>(tile_row / 2), static_cast<int>(tile_col / kCols), 0,
-                shared.col_codes);
+    if (asks) {
+      if (left > 0u) fetch_tile(shared, boxes, tile_row + kTile, tile_col);
+      if (with_columns) {
+        store_box(boxes.col_codes, static_cast<int>(tile_row / 2), static_cast<int>(tile_col / kCols), 0,
+                  shared.col_codes);
+      }
     }
     const auto eight = [](const uint8_t(&of)[8]) { return *reinterpret_cast<const uint2*>(of); };
     if (with_rows) {
@@ -302,7 +294,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     before = now;
     if (with_columns) now = eight(shared.col_scales[line]);
     if (count == 1u && with_columns) store_scales(scales_of(col, tile_col + line, tile_row / kBlock), now);
-    if (stores) wait_for_stores();
+    if (asks) wait_for_stores();
     tile_row += kTile;
     first += kTile;
     if (left == 0u) break;
@@ -327,7 +319,7 @@ NvBoxes boxes_of(const Input& x, const Planes& out) {
                        CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                        {cols, rows / kBlock, kBlock},
                        {kBlock * step, step},
-                       {kLanes * kCols, NvWhole::kGroupsOfWarp, kBlock},
+                       {kLanes * kCols, kGroups, kBlock},
                        BoxPlaces::kPlain};
   const BoxedMatrix codes{out.col_data,
                           CU_TENSOR_MAP_DATA_TYPE_UINT8,

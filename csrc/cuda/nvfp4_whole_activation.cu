@@ -25,7 +25,7 @@ struct FromActivation {
     uint4 biases = make_uint4(0u, 0u, 0u, 0u);
     if (bias != nullptr) biases = shared.biases[lane];
 #pragma unroll 1
-    for (int row = 0; row < kBlock; row += FourRows::kRows, mine += FourRows::kRows * NvConfig::kPitch) {
+    for (int row = 0; row < kBlock; row += FourRows::kRows, mine += FourRows::kRows * NvConfig::kThreads) {
       FourRows rows;
       rows.load(mine);
       if (bias != nullptr) add_to_rows(rows.word, {biases.x, biases.y, biases.z, biases.w});
