@@ -64,7 +64,9 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
     if (!has_room) launch_amax_reset(amax_row, amax_col, noop, lane);
     parts.row = row.parts;
     parts.col = col.parts;
-    dispatch_nv_patch(x.dtype, [&](auto values) {
+    const int boxed = launch_amax_nvfp4_boxed(x, options.signs, row, col, noop, lane);
+    if (boxed > 0 && has_room) parts.count = boxed;
+    if (boxed == 0) dispatch_nv_patch(x.dtype, [&](auto values) {
       using T = TypeOf<decltype(values)>;
       using Config = NvAmaxConfig<T>;
       static_assert(Config::kBlocksPerSm + Taper::kSmallBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");

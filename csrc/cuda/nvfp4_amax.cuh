@@ -13,6 +13,10 @@ namespace cuda {
 void launch_amax_nvfp4_made(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,
                             const float* noop, Lane lane);
 
+// Of a bf16 matrix in whole tiles; the number of blocks. 0: nothing was done.
+int launch_amax_nvfp4_boxed(const Input& x, uint32_t signs, const AmaxOut& amax_row, const AmaxOut& amax_col,
+                            const float* noop, Lane lane);
+
 namespace {
 
 // max|transform| of 16 values whose signs are right, before the product with 0.25 and the rounding to bf16, which keep
@@ -155,7 +159,7 @@ class EightRows {
 // An amax in place, as all warps of the GPU raise it, and what this one knows of it.
 class KnownAmax {
  public:
-  // amax: null if nobody wants to know. of_block: null, or a word of shared memory, zero at first, by which the warps
+  // amax: null if it goes nowhere from here. of_block: null, or a word of shared memory, zero at first, by which the warps
   // of a block that stays tell each other. Then the first warp asks for all of them.
   __device__ __forceinline__ KnownAmax(float* amax, uint32_t* of_block) : amax_(amax), of_block_(of_block) {}
 
@@ -206,10 +210,10 @@ class KnownAmax {
   // found: the same in all lanes.
   __device__ __forceinline__ void raise(float found) {
     const uint32_t bits = bits_of(amax_of_bits(bits_of(found)));
-    if (amax_ == nullptr || bits <= known_) return;
+    if (bits <= known_) return;
     known_ = bits;
     if (threadIdx.x % 32 != 0 || (of_block_ != nullptr && atomicMax(of_block_, bits) >= bits)) return;
-    atomic_amax(amax_, found);
+    if (amax_ != nullptr) atomic_amax(amax_, found);
   }
 
  private:

@@ -7,7 +7,7 @@
 #include "nvfp4_unwritten.cuh"
 #include "powers.cuh"
 #include "stretches.cuh"
-#include "taper.cuh"
+#include "warp_boxes.cuh"
 
 namespace te_dist {
 namespace cuda {
@@ -104,6 +104,7 @@ __device__ __forceinline__ bool may_rise(const NvPatch<bf16_t, 2>& patch, bool b
 
 struct NvActivationAmax {
   static constexpr int kThreads = 256;
+  static constexpr int kWarps = kThreads / 32;
   static constexpr int kBlocksPerSm = 3;
   static constexpr int kFew = 8;  // lanes whose columns a warp takes one after another, rather than all lanes' at once
 };
@@ -131,17 +132,20 @@ __device__ __forceinline__ uint32_t transformed_by_warp(const NvPatch<bf16_t, 2>
 // A warp takes 16 rows at a time, and a lane four columns of them.
 template <Activation kKind>
 __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::kBlocksPerSm)
-    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, const bf16_t* bias, unsigned across, Taper work,
-                                 float* amax_row, float* amax_col, const float* noop) {
-  constexpr unsigned kWarps = NvActivationAmax::kThreads / 32;
+    nvfp4_amax_activation_kernel(const __grid_constant__ CUtensorMap boxes, const bf16_t* bias, unsigned across,
+                                 Taper work, float* amax_row, float* amax_col, const float* noop) {
+  constexpr unsigned kWarps = NvActivationAmax::kWarps;
   using Bound = ActivationBound<kKind>;
   using W = Words<bf16_t>;
   __shared__ uint32_t scratch[kWarps];
   __shared__ uint4 operands[kWarps][kBlock / 2];
   __shared__ uint32_t known;
+  __shared__ WarpArrivals<kWarps> arrivals;
+  extern __shared__ __align__(128) uint4 memory[];
   let_next_kernel_start();
   if (is_noop(noop)) return;
   if (threadIdx.x == 0u) known = 0u;
+  WarpReader<kWarps> reader(memory, arrivals, boxes, across, work.items_of_warp<kWarps>());
   __syncthreads();
   ColumnAmax columns(amax_col, &known);
   Stretches found(kKind);
@@ -151,13 +155,10 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     columns.ask_now();
   }
   work.for_each<kWarps>([&](unsigned at) {
-    const unsigned down = at / across;
-    const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
-    const bf16_t* from = data + static_cast<int64_t>(down) * kBlock * stride + col;
     NvPatch<bf16_t, 2> patch;
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) load_words(from + i * stride, patch.word[i]);
+    reader.take(patch);
     if (bias != nullptr) {
+      const int64_t col = static_cast<int64_t>(at % across * 32u + threadIdx.x % 32u) * 4;
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
       add_to_rows(patch.word, {biases.x, biases.y});
     }
@@ -203,12 +204,16 @@ void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_co
   launch_amax_reset(amax_row, amax_col, noop, lane);
   using Config = NvActivationAmax;
   const int64_t across = x.cols / TileConfig::kTile;
-  constexpr int kWarps = Config::kThreads / 32;
+  constexpr int kWarps = Config::kWarps;
+  constexpr int kBytes = WarpBoxes::bytes(kWarps);
   const int64_t most = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm;
   const Taper work = Taper::of(x.rows / kBlock * across, kWarps, most);
   with_fast_activation(x.activation, [&](auto tag) {
-    launch_close("nvfp4_amax_activation_kernel", nvfp4_amax_activation_kernel<decltype(tag)::kind>, work.blocks(kWarps),
-                 Config::kThreads, 0, lane, x.data, x.stride, static_cast<const bf16_t*>(x.bias.data),
+    const auto kernel = nvfp4_amax_activation_kernel<decltype(tag)::kind>;
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+               "shared memory for boxes");
+    launch_close("nvfp4_amax_activation_kernel", kernel, work.blocks(kWarps), Config::kThreads, kBytes, lane,
+                 WarpBoxes::map(x.data, x.rows, x.cols, x.stride), static_cast<const bf16_t*>(x.bias.data),
                  static_cast<unsigned>(across), work, amax_row, amax_col, noop);
   });
 }

@@ -9,6 +9,13 @@
 namespace te_dist {
 namespace cuda {
 
+// A warp's: from `first` on, every `step`, before `end`.
+struct WarpItems {
+  unsigned first;
+  unsigned step;
+  unsigned end;
+};
+
 struct Taper {
   unsigned items;
   unsigned large;     // blocks that stay
@@ -37,15 +44,19 @@ struct Taper {
 
   __device__ __forceinline__ bool is_small() const { return blockIdx.x >= large; }
 
-  // body(item) for those of a warp.
-  template <unsigned kWarps, typename Body>
-  __device__ __forceinline__ void for_each(const Body& body) const {
-    const unsigned warp = threadIdx.x / 32u;
+  template <unsigned kWarps>
+  __device__ __forceinline__ WarpItems items_of_warp() const {
     const unsigned first = is_small() ? of_large + (blockIdx.x - large) * kWarps * each : blockIdx.x * kWarps;
     const unsigned step = is_small() ? kWarps : large * kWarps;
     const unsigned end = is_small() ? min(first + kWarps * each, items) : of_large;
+    return WarpItems{first + threadIdx.x / 32u, step, end};
+  }
+  // body(item) for those of a warp.
+  template <unsigned kWarps, typename Body>
+  __device__ __forceinline__ void for_each(const Body& body) const {
+    const WarpItems mine = items_of_warp<kWarps>();
 #pragma unroll 1
-    for (unsigned at = first + warp; at < end; at += step) body(at);
+    for (unsigned at = mine.first; at < mine.end; at += mine.step) body(at);
   }
 };
 
