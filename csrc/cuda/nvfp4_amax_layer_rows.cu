@@ -98,7 +98,7 @@ class LayerColumns : public RisingColumns<true> {
     bounds_ = NearlyBounds(nearly_.most_gain(), nearly_.most_bias());
   }
 
-  __device__ __forceinline__ void take(const uint4* stage, const LayerStats& stats) {
+  __device__ __forceinline__ void take(const uint4* stage, const LayerStats& stats, int row) {
     const uint2* words = words_of(stage);
     uint32_t largest = 0u;
     NeighbourSums sums[2];
@@ -129,10 +129,14 @@ class LayerColumns : public RisingColumns<true> {
     const float rest = bounds_.rest(float_of(__reduce_max_sync(kFullWarp, shift)));
     const bool rises = KnownAmax::reaches(magnitudes(largest), row_limit_ - rest) ||
                        KnownAmax::reaches(most, column_limit_ - 16.0f * rest);
-    const uint32_t rising = __ballot_sync(kFullWarp, rises);
-    if (rising == 0u) return;
-    raise(rising, words, stats.rstd, stats.shift);
+    rising_ = __ballot_sync(kFullWarp, rises);
+    stats_ = &stats, row_ = row;
+  }
+  __device__ __forceinline__ void finish() {
+    if (rising_ == 0u) return;
+    raise(rising_, row_, stats_->rstd, stats_->shift);
     know();
+    rising_ = 0u;
   }
 
  private:
@@ -145,6 +149,9 @@ class LayerColumns : public RisingColumns<true> {
   NearlyBounds bounds_;
   float row_limit_ = float_of(kInfBits);
   float column_limit_ = 0.0f;
+  uint32_t rising_ = 0u;
+  const LayerStats* stats_ = nullptr;
+  int row_ = 0;
 };
 
 struct LayerRows {

@@ -116,7 +116,7 @@ class RmsColumns : public RisingColumns<false> {
     gain_bounds_[1] = bounds_of(gain.z, gain.w, NormBounds::kMostGain);
   }
 
-  __device__ __forceinline__ void take(const uint4* stage, const RmsStats& stats) {
+  __device__ __forceinline__ void take(const uint4* stage, const RmsStats& stats, int row) {
     const uint2* words = words_of(stage);
     uint32_t sums[4][2];
     uint32_t largest[2] = {0u, 0u};
@@ -148,8 +148,13 @@ class RmsColumns : public RisingColumns<false> {
       of_values = W::max(of_values, times_bf16(largest[w], gain_bounds_[w]));
     }
     hear();
-    const uint32_t rising = __ballot_sync(kFullWarp, may_rise(of_sums, of_values));
-    if (rising != 0u) raise(rising, words, stats.rstd, nullptr);
+    rising_ = __ballot_sync(kFullWarp, may_rise(of_sums, of_values));
+    stats_ = &stats, row_ = row;
+  }
+  __device__ __forceinline__ void finish() {
+    if (rising_ == 0u) return;
+    raise(rising_, row_, stats_->rstd, nullptr);
+    rising_ = 0u;
   }
 
  private:
@@ -161,6 +166,9 @@ class RmsColumns : public RisingColumns<false> {
   }
 
   uint32_t gain_bounds_[2] = {0u, 0u};
+  uint32_t rising_ = 0u;
+  const RmsStats* stats_ = nullptr;
+  int row_ = 0;
 };
 
 struct RmsRows {

@@ -19,7 +19,8 @@
 //     read(parts)
 //     make(that, row, stats, arrival)  row: the first one's number
 //   Columns(x, amax_row, amax_col, known)   a RisingColumns with
-//     take(stage, stats)
+//     take(stage, stats, row)  row: the first one's number
+//     finish()                 makes what it has to of those taken last
 #pragma once
 
 #include "clusters.cuh"
@@ -52,12 +53,13 @@ struct NvNormRows {
 // Of 16 rows, in turn with the next ones.
 //
 // A warp sends parts of its two rows before it hears the statistics of the 16 before these, and looks at their columns.
-// So it has heard the ones before those, whose parts nobody needs any more: there are two places. The other warps may be
-// a round behind with columns, and two with what they have sent: there are four places for statistics.
+// So it has heard the ones before those, whose parts nobody needs any more: there are two places. When a warp still needs
+// statistics to make what it has found, it has sent the parts of two rounds on, and others those of four: there are more
+// places for statistics than five.
 template <typename Rows>
 struct ClusterShared {
   typename Rows::Parts parts[2];
-  static constexpr unsigned kStats = 4u;
+  static constexpr unsigned kStats = 8u;
   typename Rows::Stats stats[kStats];
   uint32_t known[2];
   Arrival parts_there[2];
@@ -166,13 +168,15 @@ class RisingColumns {
         of_rows_(amax_row, &known[0]),
         of_columns_(amax_col, &known[1]) {}
 
-  // For the next rows, when these have raised what they may.
+  // For the next rows.
   __device__ __forceinline__ void ask() {
-    if (is_time() && KnownAmax::asks(round_)) {
-      of_rows_.ask_now();
-      of_columns_.ask_now();
-    }
+    if (is_time() && KnownAmax::asks(round_)) ask_now();
     ++round_;
+  }
+  // What all have found of the first rows is worth to be waited for: each warp would make most of the second ones.
+  __device__ __forceinline__ void ask_now() {
+    of_rows_.ask_now();
+    of_columns_.ask_now();
   }
 
  protected:
@@ -192,9 +196,10 @@ class RisingColumns {
     return true;
   }
 
-  // Makes what lanes have, those that are `rising`, or all if these are many. shifts: where kShifted.
-  __device__ __forceinline__ void raise(uint32_t rising, const uint2* words, const float (&rstds)[kBlock],
-                                        const float* shifts) {
+  // Makes what lanes have of 16 rows from `first` on, those lanes that are `rising`, or all if these are many: of the
+  // matrix, which is in L2. shifts: where kShifted.
+  __device__ __forceinline__ void raise(uint32_t rising, int first, const float (&rstds)[kBlock], const float* shifts) {
+    const bf16_t* from = x_.data + first * x_.stride;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     uint32_t row_word = 0u;
     uint32_t largest = 0u;
@@ -211,8 +216,8 @@ class RisingColumns {
         if (!inside(col)) continue;  // zeros, of which an infinite rstd makes NaNs
         const float4 gain = load_four_gains(x_, col);
         const float4 bias = biases(col);
-        const uint2 two = words[row * kWordsOfRow + whose];
-        const uint32_t word = made(second ? two.y : two.x, row,
+        const bf16_t* two = from + row * x_.stride + col + (second ? 2 : 0);
+        const uint32_t word = made(*reinterpret_cast<const uint32_t*>(two), row,
                                    make_float2(second ? gain.z : gain.x, second ? gain.w : gain.y),
                                    make_float2(second ? bias.z : bias.x, second ? bias.w : bias.y));
         row_word = W::max(row_word, W::magnitude(word));
@@ -223,10 +228,12 @@ class RisingColumns {
       const float4 bias = biases(col_);
       NvPatch<bf16_t, 2> patch;
 #pragma unroll
+      for (int i = 0; i < kBlock; ++i) load_words(from + i * x_.stride + col_, patch.word[i]);
+#pragma unroll
       for (int i = 0; i < kBlock; ++i) {
-        const uint2 two = words[i * kWordsOfRow + lane];
-        patch.word[i][0] = made(two.x, i, make_float2(gain.x, gain.y), make_float2(bias.x, bias.y));
-        patch.word[i][1] = made(two.y, i, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));
+        uint32_t(&word)[2] = patch.word[i];
+        word[0] = made(word[0], i, make_float2(gain.x, gain.y), make_float2(bias.x, bias.y));
+        word[1] = made(word[1], i, make_float2(gain.z, gain.w), make_float2(bias.z, bias.w));
         row_word = max_of_words<bf16_t>(patch.word[i], row_word);
       }
       largest = amax_of_columns(patch);
@@ -301,12 +308,15 @@ __global__ void TED_IN_CLUSTERS_OF(NvNormRows::kCluster)
   wait_for_kernel_before();  // which zeroes both amaxes
   typename Rows::Columns columns(x, amax_row, amax_col, shared.known);
 #pragma unroll 1
-  for (unsigned round = 0u; round < groups.count; ++round) {
+  for (unsigned round = 0u;; ++round) {
     // What the next rows need others for is on its way while this one's columns are looked at.
     if (round + 1u < groups.count) send(round + 1u, share_of(round + 1u));
+    columns.finish();  // of those before, while nobody waits for this warp
+    if (round == groups.count) break;
     constexpr unsigned kStats = ClusterShared<Rows>::kStats;
     shared.stats_there[round % kStats].wait(round / kStats);
-    columns.take(stage_of(round), shared.stats[round % kStats]);
+    if (round == 1u) columns.ask_now();
+    columns.take(stage_of(round), shared.stats[round % kStats], groups.row(round));
     RowsDone::tell(round);
     columns.ask();
   }
