@@ -36,7 +36,7 @@ CUtensorMap map_of(const BoxedMatrix& matrix) {
   const CUresult status = encode(&map, matrix.type, 3u, matrix.data, matrix.size, matrix.step, matrix.box, kEach,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE,
                                  spread ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TED_CHECK(status == CUDA_SUCCESS, kEncode, " answers ", static_cast<int>(status), " for a matrix of ",
             matrix.size[0], " x ", matrix.size[1], " x ", matrix.size[2], ", steps ", matrix.step[0], " and ",
             matrix.step[1], " bytes");
