@@ -64,18 +64,18 @@ def test_eights_bound_the_transform() -> None:
 
 
 def rest(shift: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    of_bias, of_shift, of_gain, least = number(
+    of_bias, of_gain, least, of_shift = number(
         SOURCE,
-        r"return bias \* \(([0-9.]+)f / 256.0f\) \+ shift \* gain \* \(([0-9.]+)f / 256.0f\) "
-        r"\+ gain \* 0x1p(-\d+)f \+ 0x1p(-\d+)f;",
+        r"of_all_\(bias \* \(([0-9.]+)f / 256.0f\) \+ gain \* 0x1p(-\d+)f \+ 0x1p(-\d+)f\), "
+        r"of_shift_\(gain \* \(([0-9.]+)f / 256.0f\)\)",
     )
     gain, bias = gain.bfloat16().float().abs(), bias.bfloat16().float().abs()
-    return bias * of_bias / 256 + shift.abs().amax(0) * gain * of_shift / 256 + gain * 2.0**of_gain + 2.0**least
+    of_all = bias * of_bias / 256 + gain * 2.0**of_gain + 2.0**least
+    return (shift.abs().amax(0).double() * (gain * of_shift / 256).double() + of_all.double()).float()
 
 
 def is_left_out(n: Tensor, known: Tensor, share: float, rest: Tensor) -> Tensor:
-    most = (known.float() * torch.tensor(share)).clamp(max=2.0**126) - rest
-    return (most > 0) & (n.view(torch.int16).int() <= (most.view(torch.int32) >> 16).clamp(max=0x7F7F))
+    return n.float() < (known.float() * torch.tensor(share)).clamp(max=2.0**126) - rest
 
 
 def test_nothing_is_left_out_that_would_raise_an_amax() -> None:
