@@ -3,9 +3,9 @@
 // A cluster of eight blocks takes 16 rows at a time. Each block has an eighth of their columns, those of 16 of the 128
 // threads by whose sums statistics are defined (TeamOfRows), as one box, with two more on their way. Eight of its warps
 // add up what statistics are made of. Of two rows each, that goes to the shared memory of one block, where a ninth warp
-// makes statistics, and sends them to all blocks. Then a thread has 16 rows of four columns. Nothing is made but where it
-// may be larger than what is known: of a column's values and the sum of their magnitudes there are bounds, in bf16, two
-// an instruction. nvfp4_amax_norm_rows.cu has what an RMSNorm's rows are to this, nvfp4_amax_layer_rows.cu a
+// makes statistics, and sends them to all blocks. Then a thread has 16 rows of four columns. Nothing is made but where
+// it may be larger than what is known: of a column's values and the sum of their magnitudes there are bounds, in bf16,
+// two an instruction. nvfp4_amax_norm_rows.cu has what an RMSNorm's rows are to this, nvfp4_amax_layer_rows.cu a
 // LayerNorm's:
 //
 //   Parts                  what blocks send to the one that makes the statistics of two rows
@@ -52,8 +52,8 @@ struct NvNormRows {
 // Of 16 rows, in turn with the next ones.
 //
 // A warp sends parts of its two rows before it hears the statistics of the 16 before these, and looks at their columns.
-// So it has heard the ones before those, whose parts nobody needs any more: there are two places. The other warps may be
-// a round behind with columns, and two with what they have sent: there are four places for statistics.
+// So it has heard the ones before those, whose parts nobody needs any more: there are two places. While a warp looks at
+// columns, it has sent the parts of one round on, and others those of three: there are four places for statistics.
 template <typename Rows>
 struct ClusterShared {
   typename Rows::Parts parts[2];
