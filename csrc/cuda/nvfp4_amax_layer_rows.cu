@@ -22,7 +22,9 @@ struct LayerStats {
 };
 
 // As TeamOfRows::spread, of which 16 lanes have a row.
-class LayerMaker {
+class LayerMaker : PlaceOfMaker {
+  static_assert(kLanes == GroupShare::kGroups, "a lane for each group");
+
  public:
   __device__ __forceinline__ explicit LayerMaker(const Made& x)
       : x_(x), count_(x.cols), size_(GroupShare::size_of(lane(), static_cast<int>(x.cols))) {}
@@ -33,21 +35,17 @@ class LayerMaker {
     const RowSpread spread = spread_of_groups(part.x, part.y, part.z, size_, count_);
     const float rstd = reciprocal_deviation(spread.squares, count_, x_.eps);
     const float shift = RowStats{spread.mean, rstd}.shift(true);
-    if (lane() < NvNormRows::kCluster) {
-      const int at = cluster_member() * PlaceInRow::kRowsOfMember + row();
-      send_to_member(&stats.rstd[at], lane(), rstd, &arrival);
-      send_to_member(&stats.shift[at], lane(), shift, &arrival);
-      send_to_member(reinterpret_cast<float*>(&stats.both[at]), lane(), float_of(pack_bf16(rstd, shift)), &arrival);
-    } else if (lane() == NvNormRows::kCluster) {
+    if (sends()) {
+      send(stats.rstd, rstd, arrival);
+      send(stats.shift, shift, arrival);
+      send(stats.both, float_of(pack_bf16(rstd, shift)), arrival);
+    } else if (writes()) {
       x_.mean[first_row + row()] = spread.mean;
       x_.rstd[first_row + row()] = rstd;
     }
   }
 
  private:
-  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x % 32) / GroupShare::kGroups; }
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32) % GroupShare::kGroups; }
-
   const Made& x_;
   RowCount count_;
   float size_;

@@ -47,8 +47,8 @@ struct RmsStats {
   static constexpr int kBytes = kBlock * 2 * sizeof(float);
 };
 
-class RmsMaker {
-  static constexpr int kLanes = NvNormRows::kCluster * 2;  // of a row
+class RmsMaker : PlaceOfMaker {
+  static_assert(kLanes == NvNormRows::kCluster * 2, "a lane for each four sums");
 
  public:
   __device__ __forceinline__ explicit RmsMaker(const Made& x) : x_(x), count_(x.cols) {}
@@ -60,20 +60,15 @@ class RmsMaker {
     sums.x = fold_lanes<kLanes>(sums.x), sums.y = fold_lanes<kLanes>(sums.y);
     sums.z = fold_lanes<kLanes>(sums.z), sums.w = fold_lanes<kLanes>(sums.w);
     const float rstd = reciprocal_deviation((sums.x + sums.z) + (sums.y + sums.w), count_, x_.eps);
-    if (lane() < NvNormRows::kCluster) {
-      const int at = cluster_member() * PlaceInRow::kRowsOfMember + row();
-      send_to_member(&stats.rstd[at], lane(), rstd, &arrival);
-      send_to_member(reinterpret_cast<float*>(&stats.bounds[at]), lane(), float_of(bounds_of(rstd, rstd, kFloatMax)),
-                     &arrival);
-    } else if (lane() == NvNormRows::kCluster) {
+    if (sends()) {
+      send(stats.rstd, rstd, arrival);
+      send(stats.bounds, float_of(bounds_of(rstd, rstd, kFloatMax)), arrival);
+    } else if (writes()) {
       x_.rstd[first_row + row()] = rstd;
     }
   }
 
  private:
-  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x % 32) / kLanes; }
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32) % kLanes; }
-
   const Made& x_;
   RowCount count_;
 };

@@ -56,8 +56,8 @@ struct NvNormRows {
 // columns, it has sent the parts of one round on, and others those of three: there are four places for statistics.
 template <typename Rows>
 struct ClusterShared {
-  typename Rows::Parts parts[2];
   static constexpr unsigned kStats = 4u;
+  typename Rows::Parts parts[2];
   typename Rows::Stats stats[kStats];
   uint32_t known[2];
   Arrival parts_there[2];
@@ -122,6 +122,23 @@ struct PlaceInRow {
   // Its vectors lie kLanes apart.
   static __device__ __forceinline__ const uint4* vectors(const uint4* stage) {
     return stage + row() * NvNormRows::kRow + lane();
+  }
+};
+
+// What the lanes of a ninth warp have: half of them a row each, of those whose statistics the block makes.
+struct PlaceOfMaker {
+  static constexpr int kLanes = 32 / PlaceInRow::kRowsOfMember;  // of a row
+
+  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x % 32) / kLanes; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32) % kLanes; }
+  // One lane for each member of the cluster, and one for the matrix.
+  static __device__ __forceinline__ bool sends() { return lane() < NvNormRows::kCluster; }
+  static __device__ __forceinline__ bool writes() { return lane() == NvNormRows::kCluster; }
+  // A statistic of the row, to its place in Stats of the lane's member.
+  template <typename T>
+  static __device__ __forceinline__ void send(T (&of_rows)[kBlock], float value, Arrival& arrival) {
+    T* here = &of_rows[cluster_member() * PlaceInRow::kRowsOfMember + row()];
+    send_to_member(reinterpret_cast<float*>(here), lane(), value, &arrival);
   }
 };
 
@@ -241,7 +258,6 @@ class RisingColumns {
   int col_;
   KnownAmax of_rows_;
   ColumnAmax of_columns_;
-  unsigned round_ = 0u;
 
  private:
   // Not every time: what is known changes less and less, and hearing of it takes a tenth of the time.
@@ -257,6 +273,8 @@ class RisingColumns {
   __device__ __forceinline__ float4 biases(int col) const {
     return kShifted ? load_vector_four(x_.bias, col, kNoBias) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+
+  unsigned round_ = 0u;
 };
 
 // ---------------------------------------------------------------------------------------------- kernel

@@ -118,22 +118,25 @@ __device__ __forceinline__ T* computed_once(T* place) {
 __device__ __forceinline__ bool computed_once(bool of_all) { return __shfl_sync(kFullWarp, of_all ? 1 : 0, 0) != 0; }
 
 // ---------------------------------------------------------------------------------------------- kernel
+// Of a thread, for the rows of a tile from `row` on: what lies there, as boxes have brought it or somebody has made it.
+struct TakesRows {
+  template <typename From, typename Shared>
+  __device__ __forceinline__ TakesRows(const From&, const Shared&, int64_t /*row*/, int /*lane*/) {}
+  // Four of them after four, of which `mine` is the thread's part. What is made goes there if kept.
+  __device__ __forceinline__ void take(const uint4* mine, bool /*kept*/, FourRows& rows) const { rows.load(mine); }
+};
+
 // What boxes bring is the matrix. Others make it of that: see nvfp4_whole_norm.cu.
 struct AsItIs {
   static constexpr bool kMade = false;       // when rows are written
   static constexpr bool kMadeAhead = false;  // before that, and before the amaxes are known
   struct Shared {};
+  using Taker = TakesRows;
 
   // By one warp.
   __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
   // The thread's part of a tile, where it is: kMadeAhead.
   __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, uint4* /*mine*/) const {}
-  // Of a thread, for the rows of a tile from `row` on.
-  struct Taker {
-    __device__ __forceinline__ Taker(const AsItIs&, const Shared&, int64_t /*row*/, int /*lane*/) {}
-    // Four of them after four, of which `mine` is the thread's part. What is made goes there if kept.
-    __device__ __forceinline__ void take(const uint4* mine, bool /*kept*/, FourRows& rows) { rows.load(mine); }
-  };
 };
 
 // rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there.

@@ -14,6 +14,7 @@ struct FromActivation {
   struct Shared {
     uint4 biases[NvConfig::kLanes];  // of a tile's columns
   };
+  using Taker = TakesRows;
   const bf16_t* bias;  // may be null
 
   __device__ __forceinline__ void prepare(Shared& shared, int64_t tile_col) const {
@@ -37,10 +38,6 @@ struct FromActivation {
       rows.store(mine);
     }
   }
-  struct Taker {
-    __device__ __forceinline__ Taker(const FromActivation&, const Shared&, int64_t /*row*/, int /*lane*/) {}
-    __device__ __forceinline__ void take(const uint4* mine, bool /*kept*/, FourRows& rows) { rows.load(mine); }
-  };
 };
 
 }  // namespace
