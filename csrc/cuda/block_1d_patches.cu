@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(PatchConfig::kThreads, WayConfig<kWay>::kBlock
       quantize_tile<bf16_t, F>(patch, tile, inside, out, exchange, stage);
     }
   };
-  for_each_patch<kWay, SquareTile>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize, shares);
+  for_each_patch<kWay, SquareTile, 4, 2>(x, false, threadIdx.x / 16 * 8, threadIdx.x % 16 * 8, memory, quantize,
+                                         shares);
 }
 
 }  // namespace

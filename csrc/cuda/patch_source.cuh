@@ -66,47 +66,43 @@ struct NormVectors {
   }
 };
 
-// What a norm makes of a patch of its operand, kColumns columns at a time: four where there are not registers for eight
-// gains and eight biases, but then every lane is asked for its statistics twice. mine: of peek_stats. kWhole: all is
-// inside.
-template <bool kWhole, int kColumns>
+// What a norm makes of a patch of its operand, kColumns columns at a time, kShiftedColumns where there are shifts or
+// biases: fewer where there are not registers for eight gains and eight biases, but then every lane is asked for its
+// statistics more than once. mine: of peek_stats. kWhole: all is inside.
+template <bool kWhole, int kColumns, int kShiftedColumns = kColumns>
 __device__ __forceinline__ void make_norm(const Made& x, int64_t row, int64_t col, bool inside, const RowStats& mine,
                                           const NormVectors& vectors, Patch<bf16_t>& patch) {
-  const bool shifted = x.centered || x.bias.data != nullptr;
   const float shift_of_mine = mine.shift(x.centered);
+  const auto make = [&](auto shifted, auto columns) {
+    constexpr bool kShifted = decltype(shifted)::value;
+    constexpr int kAtOnce = decltype(columns)::value;
 #pragma unroll
-  for (int first = 0; first < 8; first += kColumns) {
-    float gain[kColumns];
-    values_of_some<kWhole>(x.weight, col, vectors.gain, first, gain);
-    if (x.zero_centered) {
+    for (int first = 0; first < 8; first += kAtOnce) {
+      float gain[kAtOnce];
+      float bias[kAtOnce] = {};
+      values_of_some<kWhole>(x.weight, col, vectors.gain, first, gain);
+      if (x.zero_centered) {
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) gain[j] += 1.0f;
-    }
-    if (!shifted) {
+        for (int j = 0; j < kAtOnce; ++j) gain[j] += 1.0f;
+      }
+      if (kShifted) values_of_some<kWhole>(x.bias, col, vectors.bias, first, bias);
 #pragma unroll
       for (int i = 0; i < TileConfig::kPatch; ++i) {
         const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
+        const float shift = kShifted ? __shfl_sync(kFullWarp, shift_of_mine, i, 8) : 0.0f;
 #pragma unroll
-        for (int j = 0; j < kColumns; j += 2) {
+        for (int j = 0; j < kAtOnce; j += 2) {
           uint32_t& word = patch.word[i][(first + j) / 2];
-          word = norm_of_word<false>(word, rstd, 0.0f, make_float2(gain[j], gain[j + 1]), make_float2(0.0f, 0.0f));
+          word = norm_of_word<kShifted>(word, rstd, shift, make_float2(gain[j], gain[j + 1]),
+                                        make_float2(bias[j], bias[j + 1]));
         }
       }
-      continue;
     }
-    float bias[kColumns];
-    values_of_some<kWhole>(x.bias, col, vectors.bias, first, bias);
-#pragma unroll
-    for (int i = 0; i < TileConfig::kPatch; ++i) {
-      const float rstd = __shfl_sync(kFullWarp, mine.rstd, i, 8);
-      const float shift = __shfl_sync(kFullWarp, shift_of_mine, i, 8);
-#pragma unroll
-      for (int j = 0; j < kColumns; j += 2) {
-        uint32_t& word = patch.word[i][(first + j) / 2];
-        word = norm_of_word<true>(word, rstd, shift, make_float2(gain[j], gain[j + 1]),
-                                  make_float2(bias[j], bias[j + 1]));
-      }
-    }
+  };
+  if (x.centered || x.bias.data != nullptr) {
+    make(std::true_type{}, std::integral_constant<int, kShiftedColumns>{});
+  } else {
+    make(std::false_type{}, std::integral_constant<int, kColumns>{});
   }
   if (!kWhole && !inside) {
 #pragma unroll
@@ -307,8 +303,8 @@ __device__ __forceinline__ NearPlace place_in_band(const BandPiece& piece) {
 // Makes the block's tiles and hands each to consume(patch, place, inside). The threads' patches lie at
 // (patch_row, patch_col). Shape: of tiles; only squares have column sums. memory: the block's dynamic shared
 // memory. backwards: starts with the last tile, which L2 may still hold. shares, of pairs: consume uses the work area,
-// and launch_way was told of a stage. kNormColumns: see make_norm.
-template <Way kWay, typename Shape, int kNormColumns = 4, typename Consume>
+// and launch_way was told of a stage. kNormColumns, kShiftedColumns: see make_norm.
+template <Way kWay, typename Shape, int kNormColumns = 4, int kShiftedColumns = kNormColumns, typename Consume>
 __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, int patch_row, int patch_col,
                                                float* memory, const Consume& consume, bool shares = true) {
   // Of pairs, the next operands are on their way as soon as there is room for them: two blocks do not hide what they
@@ -348,7 +344,7 @@ __device__ __forceinline__ void for_each_patch(const Made& x, bool backwards, in
       wait_for_kernel_before();
       RowStats stats = peek_stats(x, row, inside);
       await_stats(x, row, inside, stats);
-      make_norm<kUnchecked, kNormColumns>(x, row, col, inside, stats, vectors, patch);
+      make_norm<kUnchecked, kNormColumns, kShiftedColumns>(x, row, col, inside, stats, vectors, patch);
     }
     finish(patch, tile, inside);
   } else {

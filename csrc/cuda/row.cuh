@@ -189,7 +189,7 @@ __device__ __forceinline__ uint4 load_first(const RowView& from, int64_t col, ui
   return __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(from.data) + col * size_of(from.dtype)));
 }
 
-// Some of their values, from `first` on, a multiple of four. loaded: of load_first.
+// Some of their values, from `first` on, a multiple of how many. loaded: of load_first.
 template <bool kWhole, int kCount>
 __device__ __forceinline__ void values_of_some(const RowView& from, int64_t col, const uint4& loaded, int first,
                                                float (&v)[kCount]) {
@@ -201,15 +201,13 @@ __device__ __forceinline__ void values_of_some(const RowView& from, int64_t col,
 #pragma unroll
     for (int j = 0; j < kCount; ++j) v[j] = Words<fp16_t>::element(words[(first + j) / 2], j % 2);
   } else {
-#pragma unroll
-    for (int four = first; four < first + kCount; four += 4) {
-      uint4 bits = loaded;
-      if (four != 0 && (kWhole || col < from.cols)) {
-        bits = __ldg(reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + col) + 1);
-      }
-      float* to = v + four - first;
-      to[0] = float_of(bits.x), to[1] = float_of(bits.y), to[2] = float_of(bits.z), to[3] = float_of(bits.w);
+    uint4 later = loaded;
+    if (first + kCount > 4 && (kWhole || col < from.cols)) {
+      later = __ldg(reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + col) + 1);
     }
+    const uint32_t later_words[4] = {later.x, later.y, later.z, later.w};
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) v[j] = float_of((first + j < 4 ? words : later_words)[(first + j) % 4]);
   }
 }
 
