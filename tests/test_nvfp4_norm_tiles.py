@@ -205,6 +205,23 @@ def test_the_largest_of_few_and_of_many(centered: bool, cols: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
+def test_columns_that_raise_amaxes_every_time(centered: bool, cols: int) -> None:
+    """The warp that has them is late every time, and the others of its cluster are ahead, with statistics of rows that
+    come later."""
+    generator = torch.Generator().manual_seed(6)
+    rows = 16 * (48 if SANITIZED else 192)
+    x = torch.randn(rows, cols, generator=generator)
+    signs = signs_of_rows(True).repeat(rows // 16)
+    sizes = 3.0 + torch.arange(rows).div(16, rounding_mode="floor") * 0.2
+    for where in (0, 100, cols - 4):
+        spiked = x.clone()
+        spiked[:, where : where + 4] = (sizes * signs)[:, None]
+        check(spiked.bfloat16(), ones(cols), ones(cols), centered=centered, what=f"columns from {where} on")
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("cols", [BY_TILES, BY_CLUSTERS])
 def test_rows_and_gains_of_all_sizes(cols: int) -> None:
     generator = torch.Generator().manual_seed(5)
