@@ -157,7 +157,8 @@ def test_how_many_launches_nvfp4_takes(rht: bool) -> None:
     x = varied((2048, 2048), torch.bfloat16).cuda()
     for planes in ({}, {"rowwise": False}):
         found = kernels_of(lambda planes=planes: te_dist.NVFP4Quantizer(with_rht=rht, **planes).quantize(x))
-        assert ["amax" in name for name in found] == [True, False], found
+        first = "search_reset" if rht else "amax"  # those that write codes of a transform find its amaxes
+        assert [first in name for name in found] == [True, False], found
 
 
 def test_nvfp4_of_several_tensors_in_a_row() -> None:

@@ -235,7 +235,7 @@ def made(x: Tensor, name: str) -> Tensor:
         return kernels.materialize(activation(x.reshape(1, -1), name, False))[0]
 
 
-ACTIVATIONS = (Path(__file__).parent.parent / "csrc/cuda/nvfp4_amax_activation.cu").read_text()
+ACTIVATIONS = (Path(__file__).parent.parent / "csrc/cuda/nvfp4_find_activation.cuh").read_text()
 
 
 def constants(symbol: str, pattern: str, name: str) -> str:
@@ -245,7 +245,7 @@ def constants(symbol: str, pattern: str, name: str) -> str:
 
 
 def parabola(x: Tensor, name: str, which: str = "") -> Tensor:
-    """The arithmetic of csrc/cuda/nvfp4_amax_activation.cu's Parabola. Products and sums are exact in fp64."""
+    """The arithmetic of csrc/cuda/nvfp4_find_activation.cuh's Parabola. Products and sums are exact in fp64."""
 
     def constant(symbol: str) -> Tensor:
         bits = int(constants(f"k{which}{symbol}", "0x[0-9A-F]{4}", name), 16)

@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlock
                            Activation kind, AmaxOut out, const float* noop) {
   constexpr int kWarps = StretchConfig::kThreads / 32;
   constexpr int kUnroll = StretchConfig::kUnroll;
-  __shared__ uint32_t scratch[kWarps];
   if (is_noop(noop)) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   Stretches found(kind);
@@ -34,7 +33,7 @@ __global__ void __launch_bounds__(StretchConfig::kThreads, StretchConfig::kBlock
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) found.take(v[u]);
   }
-  found.give<StretchConfig::kThreads>(kind, out, scratch);
+  found.give<StretchConfig::kThreads>(kind, out);
 }
 
 }  // namespace

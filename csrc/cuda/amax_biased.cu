@@ -18,7 +18,6 @@ __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksP
     amax_biased_kernel(const __grid_constant__ Made x, AmaxOut out, const float* noop) {
   constexpr int kRows = BiasedConfig::kRows;
   constexpr unsigned kWarps = BiasedConfig::kThreads / 32;
-  __shared__ uint32_t scratch[kWarps];
   if (is_noop(noop)) return;
   Stretches found(x.activation);
   const auto cols = static_cast<int>(x.cols);
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(BiasedConfig::kThreads, BiasedConfig::kBlocksP
 #pragma unroll
     for (int r = 0; r < kRows; ++r) found.take(add_bf16(v[r], biases));
   }
-  found.give<BiasedConfig::kThreads>(x.activation, out, scratch);
+  found.give<BiasedConfig::kThreads>(x.activation, out);
 }
 
 }  // namespace

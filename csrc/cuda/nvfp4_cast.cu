@@ -63,14 +63,17 @@ bool quantize_nvfp4_unwritten(const Source& x, const Nvfp4Options& options, floa
   const bool activation = is_nvfp4_whole_activation(x, options, out);
   if (!norm && !activation && !is_nvfp4_activation(x, options, out)) return false;
   NvParts parts{};
-  if ((norm || activation) && options.hadamard && amax_col != nullptr) {
-    const auto find = norm ? launch_amax_nvfp4_norm : launch_amax_nvfp4_activation;
-    find(made, amax_row, amax_col, noop, lane);
+  const bool transformed = options.hadamard && amax_col != nullptr;
+  if (norm && transformed) {
+    launch_amax_nvfp4_norm(made, amax_row, amax_col, noop, lane);
+  } else if (activation && transformed) {
+    check::required("room", room, 16);
+    parts = NvParts{nullptr, nullptr, 0, amax_row, amax_col, room};
   } else {
     if ((norm && takes_patches(made)) || multiprocessors() * kMostAmaxBlocksPerSm > kAmaxRoom) return false;
     check::required("room", room, 16);
     const AmaxOut to{amax_row != nullptr ? amax_row : amax_col, room};
-    parts = NvParts{room, room, launch_amax_made(x, to, false, noop, lane), amax_row, amax_col};
+    parts = NvParts{room, room, launch_amax_made(x, to, false, noop, lane), amax_row, amax_col, nullptr};
   }
   if (norm) {
     launch_nvfp4_whole_norm(made, options, amax_row, amax_col, parts, out, noop, lane);
@@ -101,7 +104,11 @@ bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float*
   NvParts parts{};
   if (any && !is_made(x) && whole_cast(x, options, out) != nullptr) {
     check::required("room", room, 16);
-    parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
+    if (options.hadamard && amax_col != nullptr) {
+      parts = NvParts{nullptr, nullptr, 0, amax_row, amax_col, room};
+    } else {
+      parts = launch_amax_nvfp4(x, options, amax_row, amax_col, room, noop, lane);
+    }
   } else {
     amax_nvfp4(x, options, amax_row, amax_col, noop, lane);
   }

@@ -51,6 +51,9 @@ struct NvParts {
   int count;  // 0: they are in place
   float* row_amax;  // either may be null; where they go
   float* col_amax;
+  // Null, or room [2, kAmaxRoom], where casts of whole tiles with a transform find both first, the column path's of what
+  // the standard signs make.
+  float* to_search;
 };
 
 // What is known of the kernel in front of a cast of whole tiles, which then starts close behind it. (The cast of any

@@ -14,9 +14,7 @@ namespace cuda {
 bool is_nvfp4_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& out, const float* noop, Lane lane);
 
-// Either plane or both, where activations take few instructions: launch_amax_nvfp4_norm, is_nvfp4_whole and
-// launch_nvfp4_whole for these.
-void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+// Either plane or both, where activations take few instructions: is_nvfp4_whole and launch_nvfp4_whole for these.
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, const float* amax_row,
                                    const float* amax_col, const NvParts& parts, const Planes& out, const float* noop,

@@ -10,6 +10,9 @@
 // other, whose column scales are written together. (More tiles a block are slower: all blocks come to write at the same
 // time, and lines of scales leave L2 before their neighbours have added theirs. So are clusters that put their scales
 // together, and more, smaller boxes.) What few tiles need comes after the loops that all take, so that these are short.
+//
+// Where the path of columns is transformed, blocks find both amaxes before that (nvfp4_search.cuh), unless they are
+// given, or those of a norm.
 #pragma once
 
 #include <type_traits>
@@ -17,17 +20,13 @@
 #include "amax.cuh"
 #include "boxes.cuh"
 #include "nvfp4_columns.cuh"
+#include "nvfp4_find_matrix.cuh"
 #include "nvfp4_four_rows.cuh"
+#include "nvfp4_search.cuh"
 
 namespace te_dist {
 namespace cuda {
 namespace {
-
-struct NvWhole {
-  static constexpr int kRowsAtOnce = FourRows::kRows;
-  static constexpr int kBlocksPerSm = 5;
-  static constexpr unsigned kTall = 2;  // tiles of most blocks
-};
 
 // ---------------------------------------------------------------------------------------------- squares
 // The largest magnitude of the 16 x 16 values that two neighbouring lanes have, as a float's bits.
@@ -44,38 +43,6 @@ __device__ __forceinline__ uint32_t max_of_square(const uint4* mine) {
 }
 
 // ---------------------------------------------------------------------------------------------- tiles
-// Blocks lie as tiles do, across and down, from the lowest tiles up: L2 still holds the end of what the amax has been
-// taken of. The first `tall` lines of blocks have kTall tiles each, the others one.
-struct TileOrder {
-  unsigned down;  // tiles
-  unsigned tall;
-
-  static constexpr int64_t kMostDown = 65535;  // that a grid can have
-
-  static TileOrder of(int64_t rows, int64_t cols) {
-    constexpr int kTile = TileConfig::kTile;
-    const int64_t across = cols / kTile;
-    TileOrder order{static_cast<unsigned>(rows / kTile), 0u};
-    // As many as there is room for at once, some times. The rest, and what there would be room for once more, evens out
-    // when they end.
-    const int64_t room = static_cast<int64_t>(multiprocessors()) * NvWhole::kBlocksPerSm;
-    const int64_t times = rows / kTile * across / NvWhole::kTall / room - 1;
-    if (times > 0 && order.down % NvWhole::kTall == 0u) order.tall = static_cast<unsigned>(times * room / across);
-    return order;
-  }
-  dim3 blocks(int64_t cols) const {
-    const auto across = static_cast<unsigned>(grid_size(cols / TileConfig::kTile));
-    return dim3(across, down - (NvWhole::kTall - 1u) * tall);
-  }
-  __device__ __forceinline__ bool is_tall() const { return blockIdx.y < tall; }
-  // Of the uppermost tile.
-  __device__ __forceinline__ unsigned row() const {
-    const unsigned lines = blockIdx.y + 1u;  // of blocks, with this one
-    return down - lines - (NvWhole::kTall - 1u) * min(lines, tall);
-  }
-  __device__ __forceinline__ unsigned col() const { return gridDim.x - 1u - blockIdx.x; }
-};
-
 // A tile's columns are numbered 8 * lane + j, and the rows of its patches 16 * group + i.
 struct NvBoxes {
   CUtensorMap in;         // of a tile: [16][kGroups][128 columns], row i of all patches first
@@ -130,21 +97,66 @@ struct TakesRows {
 struct AsItIs {
   static constexpr bool kMade = false;       // when rows are written
   static constexpr bool kMadeAhead = false;  // before that, and before the amaxes are known
-  struct Shared {};
+  static constexpr bool kFinds = true;       // it has a finder, for a search
+  struct Shared {
+    SearchShared search;
+  };
   using Taker = TakesRows;
 
+  const bf16_t* data;
+  int64_t stride;
+
+  __device__ __forceinline__ MatrixFinder finder(const ColumnFinder& columns) const {
+    return MatrixFinder(data, stride, columns);
+  }
   // By one warp.
   __device__ __forceinline__ void prepare(Shared&, int64_t /*tile_col*/) const {}
   // The thread's part of a tile, where it is: kMadeAhead.
   __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, uint4* /*mine*/) const {}
 };
 
+// Finds the amaxes (From::finder), and makes the block's first tile on the way: blocks do so at different times, while
+// others read.
+template <typename From, typename Shared>
+__device__ __forceinline__ void search_for_amaxes(const From& from, const Search& search, const TileOrder& order,
+                                                  typename From::Shared& for_making, Shared& shared, int lane,
+                                                  unsigned me) {
+  SearchTurns turns(search, order, for_making.search, me);
+  auto& idle = *reinterpret_cast<ColumnFinder::Shared*>(shared.col_codes);
+  auto finder = from.finder(ColumnFinder(*search.state, idle, &for_making.search.known));
+  uint4* const mine = &shared.patch[0][threadIdx.x];
+  const unsigned own = me % search.rounds();
+#pragma unroll 1
+  for (unsigned turn = 0u;; ++turn) {
+    if (turn == own) {
+      shared.arrival.wait(0u);
+      from.make_ahead(for_making, lane, mine);
+      if (me < search.owners) finder.look(mine, NvConfig::kThreads);
+    }
+    SearchPlace place;
+    if (!turns.next(place)) break;
+    if (place.any) finder.take(place.row, place.col);
+  }
+  finder.give();
+  if (threadIdx.x == 0u) turns.tell_done();
+}
+
+// By a warp.
+__device__ __forceinline__ void write_amaxes(const Search& search, const NvParts& to) {
+  const float2 both = search.amaxes();
+  if (threadIdx.x % 32u != 0u) return;
+  if (to.row_amax != nullptr) *to.row_amax = both.x;
+  if (to.col_amax != nullptr) *to.col_amax = both.y;
+}
+
+inline AsItIs as_it_is(const Input& x) { return AsItIs{static_cast<const bf16_t*>(x.data), x.stride}; }
+
 // rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there.
 template <bool kHadamard, typename From, Codes kCodes>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
-                       NvPlane col, NvParts parts, TileOrder order, bool written, unsigned early,
-                       const int64_t* rng, const float* noop) {
+                       NvPlane col, NvParts parts, TileOrder order, const __grid_constant__ Search search, bool written,
+                       unsigned early, const int64_t* rng, const float* noop) {
   using Tile = NvTile<bf16_t>;
   constexpr bool kRandom = kCodes == Codes::kRandom;
   constexpr bool kSquares = kCodes == Codes::kSquares;
@@ -179,24 +191,40 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   const bool with_rows = computed_once(row.data.data != nullptr);
   const bool with_columns = (!From::kMade && !From::kMadeAhead && !kRandom) || computed_once(col.data.data != nullptr);
   // What a warp finds of the parts is the whole, which the first block keeps.
-  const auto amax_of = [&](const float* in_place, const float* of_blocks, float* whole) {
+  constexpr bool kFinds = From::kFinds && kHadamard;
+  const bool searches = kFinds && search.blocks != 0u;
+  const auto amax_of = [&](const NvPlane& plane, const float* of_blocks, float* whole, bool is_row) {
     wait_for_kernel_before();
-    if (parts.count == 0) return *in_place;
+    if (searches) {
+      const float2 both = search.amaxes();
+      return is_row ? both.x : both.y;
+    }
+    if (parts.count == 0) return *plane.amax;
     const float amax = amax_of_parts(of_blocks, parts.count);
     if (blockIdx.x == 0u && blockIdx.y == 0u && threadIdx.x % 32u == 0u && whole != nullptr) *whole = amax;
     return amax;
   };
   const auto fill_tables = [&] {
     if (duty == 0u) {
-      if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
+      if (with_rows) shared.row.template fill<kRandom>(amax_of(row, parts.row, parts.row_amax, true), false);
     } else if (duty == 1u) {
-      if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+      if (with_columns) shared.col.template fill<kRandom>(amax_of(col, parts.col, parts.col_amax, false), kHadamard);
     }
   };
-  // What these would wait for is a tenth of their time.
-  const bool is_early = From::kMadeAhead && blockIdx.y * gridDim.x + blockIdx.x < early;
-  if (!is_early) fill_tables();
   if (duty == 3u) from.prepare(for_making, tile_col);
+  const unsigned me = blockIdx.y * gridDim.x + blockIdx.x;
+  const bool is_searching = searches && me < search.blocks;
+  if constexpr (kFinds) {
+    if (is_searching) {
+      if (threadIdx.x == 0u) for_making.search.known = 0u;
+      __syncthreads();
+      search_for_amaxes(from, search, order, for_making, shared, lane, me);
+      if (me == 0u && duty == 3u) write_amaxes(search, parts);
+    }
+  }
+  // What these would wait for is a tenth of their time.
+  const bool is_early = From::kMadeAhead && !kFinds && me < early;
+  if (!is_early) fill_tables();
   __syncthreads();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
@@ -215,7 +243,7 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     typename From::Taker taker(from, for_making, first, lane);
     shared.arrival.wait(count - left);
     if constexpr (From::kMadeAhead) {
-      from.make_ahead(for_making, lane, mine);
+      if (!(is_searching && left == count)) from.make_ahead(for_making, lane, mine);
       if (is_early && left == count) {
         fill_tables();
         __syncthreads();
@@ -360,13 +388,18 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
   if constexpr (kCodes != Codes::kSquares) {
     if (options.hadamard) kernel = nvfp4_whole_kernel<true, From, kCodes>;
   }
+  Search search{};
+  if (parts.to_search != nullptr) {
+    search = Search::of(order, x.cols, parts.to_search);
+    launch_search_reset(parts.to_search, search.blocks, noop, lane);
+  }
   const bool written = before == Before::kWritesToo;
   const auto early = static_cast<unsigned>(multiprocessors() * NvWhole::kBlocksPerSm);
   if (before != Before::kUnknown) {
     return launch_close("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, 0, lane, boxes, from, row, col, parts,
-                        order, written, early, options.rng, noop);
+                        order, search, written, early, options.rng, noop);
   }
-  launch("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, lane, boxes, from, row, col, parts, order, written,
+  launch("nvfp4_whole_kernel", kernel, blocks, NvConfig::kThreads, lane, boxes, from, row, col, parts, order, search, written,
          early, options.rng, noop);
 }
 

@@ -1,5 +1,6 @@
 // NVFP4 of what an activation without a gate makes of whole tiles, as nvfp4_whole_norm.cu does for norms.
 #include "activation_fast.cuh"
+#include "nvfp4_find_activation.cuh"
 #include "nvfp4_unwritten.cuh"
 #include "nvfp4_whole.cuh"
 
@@ -11,11 +12,19 @@ template <Activation kKind>
 struct FromActivation {
   static constexpr bool kMade = false;
   static constexpr bool kMadeAhead = true;
+  static constexpr bool kFinds = true;
   struct Shared {
     uint4 biases[NvConfig::kLanes];  // of a tile's columns
+    SearchShared search;
   };
   using Taker = TakesRows;
+  const bf16_t* data;
+  int64_t stride;
   const bf16_t* bias;  // may be null
+
+  __device__ __forceinline__ ActivationFinder<kKind> finder(const ColumnFinder& columns) const {
+    return ActivationFinder<kKind>(data, stride, bias, columns);
+  }
 
   __device__ __forceinline__ void prepare(Shared& shared, int64_t tile_col) const {
     const unsigned lane = threadIdx.x % 32u;
@@ -52,7 +61,7 @@ void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, c
                                    Lane lane) {
   const Input operand{x.data, Float::kBF16, x.rows, x.cols, x.stride};
   with_fast_activation(x.activation, [&](auto tag) {
-    const FromActivation<decltype(tag)::kind> from{static_cast<const bf16_t*>(x.bias.data)};
+    const FromActivation<decltype(tag)::kind> from{x.data, x.stride, static_cast<const bf16_t*>(x.bias.data)};
     launch_whole(operand, from, options, amax_row, amax_col, parts, Before::kFindsAmaxes, out, noop, lane);
   });
 }

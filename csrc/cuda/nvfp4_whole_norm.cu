@@ -11,6 +11,7 @@ template <bool kShifted>
 struct FromNorm {
   static constexpr bool kMade = true;
   static constexpr bool kMadeAhead = false;
+  static constexpr bool kFinds = false;
   static constexpr int kLanes = NvConfig::kLanes;
   // Of a tile's columns, the first and the last four of each lane's eight apart.
   struct Shared {

@@ -11,7 +11,7 @@ bool is_nvfp4_whole_squares(const Input& x, const Nvfp4Options& options, const P
 void launch_nvfp4_whole_squares(const Input& x, const Nvfp4Options& options, const float* amax_row,
                                 const float* amax_col, const NvParts& parts, Before before, const Planes& out,
                                 const float* noop, Lane lane) {
-  launch_whole<Codes::kSquares>(x, AsItIs{}, options, amax_row, amax_col, parts, before, out, noop, lane);
+  launch_whole<Codes::kSquares>(x, as_it_is(x), options, amax_row, amax_col, parts, before, out, noop, lane);
 }
 
 }  // namespace cuda

@@ -62,22 +62,32 @@ class Stretches {
   // In each half the lowest value, where one is negative, or a NaN, as an unsigned integer.
   __device__ __forceinline__ uint32_t lowest() const { return d_; }
 
-  // Of all threads of a block, by one of them. scratch: a word per warp.
+  // Of all threads of a block, by one of them. A lane of a warp makes one of the four.
   template <int kThreads>
-  __device__ __forceinline__ void give(Activation kind, const AmaxOut& out, uint32_t* scratch) const {
-    // All four as maxima of unsigned integers.
-    const auto largest = [&](uint32_t word) {
-      __syncthreads();
-      return block_max<kThreads>(Words<bf16_t>::fold(word), scratch);
-    };
-    const uint32_t a = largest(a_ ^ 0x80008000u) ^ 0x8000u;
-    const uint32_t b = largest(b_) + behind_;
-    const uint32_t c = ~largest(~c_) + behind_;
-    const uint32_t d = largest(d_);
-    if (threadIdx.x != 0) return;
-    const uint32_t positive = max(activated_magnitude(kind, a), activated_magnitude(kind, d));
-    const uint32_t negative = max(activated_magnitude(kind, b), activated_magnitude(kind, c));
-    give_amax(out, float_of(max(positive, negative)));
+  __device__ __forceinline__ void give(Activation kind, const AmaxOut& out) const {
+    constexpr unsigned kWarps = kThreads / 32;
+    __shared__ uint32_t of_warp[kWarps][4];
+    const unsigned which = threadIdx.x % 4u;
+    const uint32_t mine[4] = {a_ ^ 0x80008000u, b_, ~c_, d_};  // as maxima of unsigned integers
+#pragma unroll
+    for (unsigned k = 0u; k < 4u; ++k) {
+      const uint32_t raw = __reduce_max_sync(kFullWarp, Words<bf16_t>::fold(mine[k]));
+      if (threadIdx.x % 32u == k) of_warp[threadIdx.x / 32u][k] = raw;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32u) return;
+    uint32_t raw = 0u;
+    for (unsigned warp = threadIdx.x / 4u; warp < kWarps; warp += 8u) raw = max(raw, of_warp[warp][which]);
+#pragma unroll
+    for (unsigned apart = 4u; apart < 32u; apart *= 2u) raw = max(raw, __shfl_xor_sync(kFullWarp, raw, apart));
+    // Where b or c is what it was at first, the other one tells, or there was nothing.
+    const bool tells = raw != 0u || which == 0u || which == 3u;
+    const uint32_t ends = which == 0u ? raw ^ 0x8000u : raw;
+    const uint32_t trough = (which == 1u ? raw : ~raw) + behind_;
+    const bool is_trough = which == 1u || which == 2u;
+    const uint32_t made = tells ? activated_magnitude(kind, is_trough ? trough : ends) : 0u;
+    const uint32_t largest = __reduce_max_sync(kFullWarp, made);
+    if (threadIdx.x == 0u) give_amax(out, float_of(largest));
   }
 
  private:
