@@ -65,6 +65,13 @@ class ColumnFinder {
   using W = Words<bf16_t>;
   using Patch = NvPatch<bf16_t, 2>;
 
+  // What the warp takes next, on its way to L2 while it works on what it has: a line each lane.
+  static __device__ __forceinline__ void prefetch(const bf16_t* data, int64_t stride, const SearchPlace& place) {
+    if (!place.any) return;
+    const unsigned lane = threadIdx.x % 32u;
+    prefetch_line(data + (place.row + lane / 2u) * stride + place.col + lane % 2u * 64u);
+  }
+
   // Of lanes whose columns may rise. make(word): what a word of the patch becomes.
   template <typename Make>
   __device__ __forceinline__ void raise(Patch& patch, uint32_t rising, const Make& make) {

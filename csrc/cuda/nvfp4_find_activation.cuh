@@ -111,12 +111,13 @@ class ActivationFinder : public ColumnFinder {
       : ColumnFinder(columns), data_(data), stride_(stride), bias_(bias), found_(kKind) {}
 
   // 16 rows of 128 columns of the operand, of which a lane takes four.
-  __device__ __forceinline__ void take(unsigned row, unsigned first_col) {
-    const int64_t col = static_cast<int64_t>(first_col) + threadIdx.x % 32u * 4u;
-    const bf16_t* from = data_ + row * stride_ + col;
+  __device__ __forceinline__ void take(const SearchPlace& place, const SearchPlace& ahead) {
+    const int64_t col = static_cast<int64_t>(place.col) + threadIdx.x % 32u * 4u;
+    const bf16_t* from = data_ + place.row * stride_ + col;
     Patch patch;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) load_words(from + i * stride_, patch.word[i]);
+    prefetch(data_, stride_, ahead);
     if (bias_ != nullptr) {
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias_ + col));
       add_to_rows(patch.word, {biases.x, biases.y});

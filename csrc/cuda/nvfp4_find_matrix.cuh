@@ -14,11 +14,12 @@ class MatrixFinder : public ColumnFinder {
       : ColumnFinder(columns), data_(data), stride_(stride) {}
 
   // 16 rows of 128 columns, of which a lane takes four.
-  __device__ __forceinline__ void take(unsigned row, unsigned first_col) {
-    const bf16_t* from = data_ + row * stride_ + first_col + threadIdx.x % 32u * 4u;
+  __device__ __forceinline__ void take(const SearchPlace& place, const SearchPlace& ahead) {
+    const bf16_t* from = data_ + place.row * stride_ + place.col + threadIdx.x % 32u * 4u;
     Patch patch;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) load_words(from + i * stride_, patch.word[i]);
+    prefetch(data_, stride_, ahead);
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) largest_ = max_of_words<bf16_t>(patch.word[i], largest_);
     // By what neighbours add up to and differ by, as columns may have much in common.

@@ -153,6 +153,15 @@ class SearchTurns {
     }
   }
 
+  // The next one, where it is known already.
+  __device__ __forceinline__ SearchPlace ahead() const {
+    SearchPlace place;
+    place.any = share_ < search_.blocks && round_ < search_.dealt;
+    const unsigned warp = threadIdx.x / 32u;
+    if (place.any) place_of((round_ * search_.blocks + share_) * Search::kWarps + warp, true, place);
+    return place;
+  }
+
   // By who has said all that its block has found, behind a barrier.
   __device__ __forceinline__ void tell_done() const {
     __threadfence();

@@ -135,7 +135,7 @@ __device__ __forceinline__ void search_for_amaxes(const From& from, const Search
     }
     SearchPlace place;
     if (!turns.next(place)) break;
-    if (place.any) finder.take(place.row, place.col);
+    if (place.any) finder.take(place, turns.ahead());
   }
   finder.give();
   if (threadIdx.x == 0u) turns.tell_done();
