@@ -186,9 +186,10 @@ class SearchTurns {
     if (round == 2u && claimed_ == 0u) atomicAdd(&state().claims, 1u), units_ = 1u;
     if (round + 1u == search_.rounds()) ask();
   }
-  // By hand: the compiler would gather what lanes add, and wait for it at once.
+  // And how many have claimed theirs. By hand: the compiler would gather what lanes add, and wait for it at once.
   __device__ __forceinline__ void ask() {
     if (threadIdx.x != 0u) return;
+    claims_ = *static_cast<volatile unsigned*>(&state().claims);
 #if __CUDA_ARCH__ >= 900
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(ticket_)
@@ -199,7 +200,8 @@ class SearchTurns {
   // A share that nobody has claimed, claimed now; or as many as there are blocks.
   __device__ __forceinline__ unsigned unclaimed() {
     unsigned found = search_.blocks;
-    if (threadIdx.x == 0u && *static_cast<volatile unsigned*>(&state().claims) != search_.blocks) {
+    if (threadIdx.x == 0u && claims_ != search_.blocks) claims_ = *static_cast<volatile unsigned*>(&state().claims);
+    if (threadIdx.x == 0u && claims_ != search_.blocks) {
       for (; asked_ < search_.blocks && found == search_.blocks; ++asked_) {
         if (atomicExch(&state().claimed[asked_], 1u) == 0u) found = asked_;
       }
@@ -237,6 +239,7 @@ class SearchTurns {
   bool no_tickets_ = false;
   // Of one thread.
   unsigned claimed_ = 0u;
+  unsigned claims_ = 0u;
   unsigned ticket_ = 0u;
   unsigned asked_ = 0u;
   unsigned units_ = 0u;
