@@ -121,7 +121,7 @@ constexpr int kAmaxRoom = 1024;
   /* row [M,K/2], col [K,M/2]; E4M3 scales [rup(M,128), rup(ceil(K/16),4)] and M, K swapped. */                  \
   void quantize_nvfp4(const Source& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col, \
                       const Planes& out, const float* noop, Lane lane);                                          \
-  /* amax_nvfp4 and quantize_nvfp4. room: [2, kAmaxRoom], as it is. False: nothing was done; what is to be made */ \
+  /* amax_nvfp4 and quantize_nvfp4. room: [3, kAmaxRoom], as it is. False: nothing was done; what is to be made */ \
   /* has to be written on the way. */                                                                             \
   bool quantize_nvfp4_current(const Source& x, const Nvfp4Options& options, float* amax_row, float* amax_col,    \
                               float* room, const Planes& out, const float* noop, Lane lane);                     \

@@ -23,6 +23,7 @@ struct AmaxResult {
   float* second;    // may be null
   bool direct;      // one block only: it stores, nobody had to zero
   bool accumulate;  // of interest to a direct store only
+  ToBlank blank;
 };
 
 // The elements of a row outside its whole vectors.
@@ -79,6 +80,7 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
   __shared__ uint32_t scratch[kWarps];
   let_next_kernel_start();
   if (is_noop(noop)) return;
+  if (blockIdx.x == 0u) result.blank.fill();
   const int lane = threadIdx.x % 32;
   const int64_t items = rows * chunks;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
@@ -95,20 +97,23 @@ __global__ void __launch_bounds__(AmaxConfig::kThreads, AmaxConfig::kBlocksPerSm
   if (result.second != nullptr) store_amax(AmaxOut{result.second, nullptr}, value, result);
 }
 
-__global__ void amax_reset_kernel(float* first, float* second, const float* noop) {
+__global__ void amax_reset_kernel(float* first, float* second, ToBlank blank, const float* noop) {
   let_next_kernel_start();
   if (is_noop(noop)) return;
+  blank.fill();
+  if (threadIdx.x != 0u) return;
   if (first != nullptr) *first = 0.0f;
   if (second != nullptr) *second = 0.0f;
 }
 
 }  // namespace
 
-void launch_amax_reset(float* first, float* second, const float* noop, Lane lane) {
-  launch("amax_reset_kernel", amax_reset_kernel, 1, 1, lane, first, second, noop);
+void launch_amax_reset(float* first, float* second, const float* noop, Lane lane, const ToBlank& blank) {
+  launch("amax_reset_kernel", amax_reset_kernel, 1, 32, lane, first, second, blank, noop);
 }
 
-int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumulate, const float* noop, Lane lane) {
+int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumulate, const float* noop, Lane lane,
+                const ToBlank& blank) {
   static_assert(AmaxConfig::kBlocksPerSm <= kMostAmaxBlocksPerSm, "room for their parts");
   const bool empty = x.rows == 0 || x.cols == 0;
   const bool one_row = x.rows <= 1 || x.stride == x.cols;
@@ -126,7 +131,8 @@ int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumula
     if (!direct && out.parts != nullptr) parts = blocks;
     if (!direct && parts == 0 && !accumulate) launch_amax_reset(out.amax, second, noop, lane);
     launch("amax_kernel", amax_kernel<T>, blocks, AmaxConfig::kThreads, lane, static_cast<const T*>(x.data),
-           rows, cols, x.stride, chunks, AmaxResult{out, parts != 0 ? nullptr : second, direct, accumulate}, noop);
+           rows, cols, x.stride, chunks,
+           AmaxResult{out, parts != 0 ? nullptr : second, direct, accumulate, blank}, noop);
   });
   return parts;
 }

@@ -18,15 +18,16 @@ struct AmaxOut {
 // Of any kernel here on a multiprocessor, so that it is known whether all blocks have room for their parts.
 constexpr int kMostAmaxBlocksPerSm = 5;
 
-// Zeroes up to two amaxes on the stream (a null one is skipped), unless noop says otherwise. A launch of its own:
-// block 0 could do it while others read, if all blocks were on the GPU at once. But such a (cooperative) launch does
-// not start beside a collective that holds some multiprocessors, and that may wait for what another rank has yet to
-// start.
-void launch_amax_reset(float* first, float* second, const float* noop, Lane lane);
+// Zeroes up to two amaxes on the stream (a null one is skipped), and blanks, unless noop says otherwise. A launch of
+// its own: block 0 could do it while others read, if all blocks were on the GPU at once. But such a (cooperative)
+// launch does not start beside a collective that holds some multiprocessors, and that may wait for what another rank
+// has yet to start.
+void launch_amax_reset(float* first, float* second, const float* noop, Lane lane, const ToBlank& blank = {});
 
 // Launchers return how many parts there are; 0: the amax is in place, as it may be even if there was room for parts.
 // second: null, or where the amax goes as well (in place).
-int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumulate, const float* noop, Lane lane);
+int launch_amax(const Input& x, const AmaxOut& out, float* second, bool accumulate, const float* noop, Lane lane,
+                const ToBlank& blank = {});
 
 // The same of a matrix that is made on the fly.
 int launch_amax_made(const Source& x, const AmaxOut& out, bool accumulate, const float* noop, Lane lane);

@@ -98,6 +98,7 @@ struct Unmade {
   int64_t rows;
   float* first_amax;  // each may be null
   float* second_amax;
+  ToBlank blank;
 };
 void launch_mark_pending(const Unmade& what, const float* noop, Lane lane);
 

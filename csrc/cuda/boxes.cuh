@@ -78,6 +78,15 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& from, int 
       : "memory");
 }
 
+// bytes: a multiple of 16, as both addresses are.
+__device__ __forceinline__ void load_bytes(void* to, const void* from, unsigned bytes, Arrival& arrival) {
+  TED_BOX_COPIES(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&arrival))
+      : "memory");
+}
+
 __device__ __forceinline__ void show_to_copies() { TED_BOX_COPIES("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void store_box(const CUtensorMap& to, int x, int y, int z, const void* from) {

@@ -284,6 +284,17 @@ __device__ __forceinline__ uint4 load_kept(const uint4* from, bool there, uint64
   return v;
 }
 
+// What a kernel fills with set bits on the way, so that a later one sees what nobody has written.
+struct ToBlank {
+  uint4* data;
+  unsigned count;
+
+  // By the threads of a block.
+  __device__ __forceinline__ void fill() const {
+    for (unsigned i = threadIdx.x; i < count; i += blockDim.x) data[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+};
+
 // Brings the line of 128 bytes at `from` into L2.
 __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

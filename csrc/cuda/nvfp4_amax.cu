@@ -20,13 +20,14 @@ struct NvAmaxConfig {
 template <typename T>
 __global__ void __launch_bounds__(NvAmaxConfig<T>::kThreads, NvAmaxConfig<T>::kBlocksPerSm)
     nvfp4_amax_kernel(NvInput<T> x, unsigned across, Taper work, uint32_t signs, AmaxOut amax_row, AmaxOut amax_col,
-                      const float* noop) {
+                      ToBlank blank, const float* noop) {
   using Patch = typename NvAmaxConfig<T>::Patch;
   constexpr int kThreads = NvAmaxConfig<T>::kThreads;
   constexpr unsigned kWarps = kThreads / 32;
   __shared__ uint32_t scratch[kWarps];
   let_next_kernel_start();
   if (is_noop(noop)) return;
+  if (blockIdx.x == 0u) blank.fill();
   uint32_t row_word = 0u;
   uint32_t col_bits = 0u;
   work.for_each<kWarps>([&](unsigned at) {
@@ -54,11 +55,13 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
                           const float* noop, Lane lane) {
   NvParts parts{};
   const bool has_room = room != nullptr && multiprocessors() * kMostAmaxBlocksPerSm <= kAmaxRoom;
+  if (has_room) parts.tables = nv_tables(room);
   const AmaxOut row{amax_row, has_room ? room : nullptr};
   const AmaxOut col{amax_col, has_room ? room + kAmaxRoom : nullptr};
   if (!options.hadamard) {
     const AmaxOut& first = amax_row != nullptr ? row : col;
-    parts.count = launch_amax(x, first, amax_row != nullptr ? amax_col : nullptr, false, noop, lane);
+    parts.count = launch_amax(x, first, amax_row != nullptr ? amax_col : nullptr, false, noop, lane,
+                              parts.to_blank());
     parts.row = parts.col = first.parts;
   } else {
     if (!has_room) launch_amax_reset(amax_row, amax_col, noop, lane);
@@ -75,7 +78,8 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
       const int blocks = work.blocks(kWarps);
       if (has_room) parts.count = blocks;
       launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, Config::kThreads, lane, nv_input(values, x),
-             static_cast<unsigned>(across), work, options.signs, row, col, noop);
+             static_cast<unsigned>(across), work, options.signs, row, col, parts.to_blank(),
+             noop);
     });
   }
   parts.row_amax = amax_row;

@@ -155,14 +155,17 @@ class EightRows {
 // An amax in place, as all warps of the GPU raise it, and what this one knows of it.
 class KnownAmax {
  public:
-  // amax: null if nobody wants to know. of_block: null, or a word of shared memory, zero at first, by which the warps
-  // of a block that stays tell each other. Then the first warp asks for all of them.
-  __device__ __forceinline__ KnownAmax(float* amax, uint32_t* of_block) : amax_(amax), of_block_(of_block) {}
+  // amax: null if nobody wants to know.
+  __device__ __forceinline__ explicit KnownAmax(float* amax) : amax_(amax) {}
+  // of_block: of shared memory, zero at first. By it the warps of a block that stays tell each other, and the first one
+  // asks for all of them.
+  __device__ __forceinline__ KnownAmax(float* amax, uint32_t& of_block)
+      : amax_(amax), of_block_(&of_block), has_block_(true) {}
 
   // For what comes next, ever more rarely: what is known changes less and less.
   __device__ __forceinline__ void ask() {
     ++rounds_;
-    if ((rounds_ & (rounds_ - 1u)) == 0u && (of_block_ == nullptr || asks(rounds_ - 1u))) ask_now();
+    if ((rounds_ & (rounds_ - 1u)) == 0u && (!has_block_ || asks(rounds_ - 1u))) ask_now();
   }
   // Of a block whose warps tell each other, whether this one asks. At first all do: what others have found keeps a warp
   // from making all that it has, and none waits for another.
@@ -177,7 +180,7 @@ class KnownAmax {
   // What was on its way becomes known: whoever waits for an answer waits long.
   __device__ __forceinline__ void hear() {
     known_ = max(known_, bits_of(heard_));
-    if (of_block_ == nullptr) return;
+    if (!has_block_) return;
     uint32_t of_others = 0u;
     if (threadIdx.x % 32 == 0) of_others = atomicMax(of_block_, known_);
     known_ = max(known_, __shfl_sync(kFullWarp, of_others, 0));
@@ -208,7 +211,7 @@ class KnownAmax {
     const uint32_t bits = bits_of(amax_of_bits(bits_of(found)));
     if (amax_ == nullptr || bits <= known_) return;
     known_ = bits;
-    if (threadIdx.x % 32 != 0 || (of_block_ != nullptr && atomicMax(of_block_, bits) >= bits)) return;
+    if (threadIdx.x % 32 != 0 || (has_block_ && atomicMax(of_block_, bits) >= bits)) return;
     atomic_amax(amax_, found);
   }
 
@@ -220,7 +223,8 @@ class KnownAmax {
   }
 
   float* amax_;
-  uint32_t* of_block_;
+  uint32_t* of_block_ = nullptr;
+  bool has_block_ = false;  // which the compiler knows, unlike that an address is not null
   float heard_ = 0.0f;
   uint32_t known_ = 0u;
   uint32_t rounds_ = 0u;

@@ -3,6 +3,7 @@
 // bounded by their operand, in bf16, two values an instruction; few have to be made and transformed (ColumnAmax), most
 // of those by the whole warp.
 #include "activation_fast.cuh"
+#include "divisor.cuh"
 #include "nvfp4_amax.cuh"
 #include "nvfp4_unwritten.cuh"
 #include "powers.cuh"
@@ -78,11 +79,11 @@ struct ActivationBound<Activation::kSquaredRelu> : RectifierBound<true> {};
 // Whether one of a lane's columns may raise what is known of their amax. In a column behind a bias, values have much in
 // common, and add up to far more than its transform; what neighbours differ by tells of that, where kOff is little to
 // what is known.
-template <typename Bound>
-__device__ __forceinline__ bool may_rise(const NvPatch<bf16_t, 2>& patch, bool biased, const ColumnAmax& columns) {
+template <typename Bound, bool kBiased>
+__device__ __forceinline__ bool may_rise(const NvPatch<bf16_t, 2>& patch, const ColumnAmax& columns) {
   using W = Words<bf16_t>;
   constexpr float kFarAbove = 24.0f;
-  if (!biased || columns.known() <= kFarAbove * Bound::kOff) {
+  if (!kBiased || columns.known() <= kFarAbove * Bound::kOff) {
     const auto sum = [&](int w) {
       return sum_of_magnitudes<kBlock>([&](int i) { return Bound::bound(patch.word[i][w]); });
     };
@@ -128,11 +129,12 @@ __device__ __forceinline__ uint32_t transformed_by_warp(const NvPatch<bf16_t, 2>
   return transformed_across_lanes(word);
 }
 
-// A warp takes 16 rows at a time, and a lane four columns of them.
-template <Activation kKind>
+// A warp takes 16 rows at a time, and a lane four columns of them. kBiased: a branch would keep the compiler from
+// mixing what comes before it with what comes after.
+template <Activation kKind, bool kBiased>
 __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::kBlocksPerSm)
-    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, const bf16_t* bias, unsigned across, Taper work,
-                                 float* amax_row, float* amax_col, const float* noop) {
+    nvfp4_amax_activation_kernel(const bf16_t* data, int64_t stride, const bf16_t* bias, unsigned across,
+                                 Divisor by_across, Taper work, float* amax_row, float* amax_col, const float* noop) {
   constexpr unsigned kWarps = NvActivationAmax::kThreads / 32;
   using Bound = ActivationBound<kKind>;
   using W = Words<bf16_t>;
@@ -143,7 +145,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
   if (is_noop(noop)) return;
   if (threadIdx.x == 0u) known = 0u;
   __syncthreads();
-  ColumnAmax columns(amax_col, &known);
+  ColumnAmax columns(amax_col, known);
   Stretches found(kKind);
   bool from_one_on = false;  // any of the warp's values: nearly always, and then the trough needs no more work
   if (work.is_small()) {  // others know much already
@@ -151,13 +153,13 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     columns.ask_now();
   }
   work.for_each<kWarps>([&](unsigned at) {
-    const unsigned down = at / across;
+    const unsigned down = by_across.quotient(at);
     const int64_t col = static_cast<int64_t>((at - down * across) * 32u + threadIdx.x % 32u) * 4;
     const bf16_t* from = data + static_cast<int64_t>(down) * kBlock * stride + col;
     NvPatch<bf16_t, 2> patch;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) load_words(from + i * stride, patch.word[i]);
-    if (bias != nullptr) {
+    if (kBiased) {
       const uint2 biases = __ldg(reinterpret_cast<const uint2*>(bias + col));
       add_to_rows(patch.word, {biases.x, biases.y});
     }
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
     wait_for_kernel_before();  // which zeroes both, while the first operands are on their way
     columns.hear();
     const bool low = W::fold(found.lowest()) >= Bound::kLowest;
-    uint32_t rising = __ballot_sync(kFullWarp, low || may_rise<Bound>(patch, bias != nullptr, columns));
+    uint32_t rising = __ballot_sync(kFullWarp, low || may_rise<Bound, kBiased>(patch, columns));
     if (rising != 0u) {
       uint32_t largest = 0u;
       if (__popc(rising) <= NvActivationAmax::kFew) {
@@ -199,17 +201,21 @@ __global__ void __launch_bounds__(NvActivationAmax::kThreads, NvActivationAmax::
 
 }  // namespace
 
-void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
-  launch_amax_reset(amax_row, amax_col, noop, lane);
+void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank,
+                                  const float* noop, Lane lane) {
+  launch_amax_reset(amax_row, amax_col, noop, lane, blank);
   using Config = NvActivationAmax;
   const int64_t across = x.cols / TileConfig::kTile;
   constexpr int kWarps = Config::kThreads / 32;
   const int64_t most = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm;
   const Taper work = Taper::of(x.rows / kBlock * across, kWarps, most);
   with_fast_activation(x.activation, [&](auto tag) {
-    launch_close("nvfp4_amax_activation_kernel", nvfp4_amax_activation_kernel<decltype(tag)::kind>, work.blocks(kWarps),
-                 Config::kThreads, 0, lane, x.data, x.stride, static_cast<const bf16_t*>(x.bias.data),
-                 static_cast<unsigned>(across), work, amax_row, amax_col, noop);
+    constexpr Activation kKind = decltype(tag)::kind;
+    const auto kernel = x.bias.data != nullptr ? nvfp4_amax_activation_kernel<kKind, true>
+                                               : nvfp4_amax_activation_kernel<kKind, false>;
+    launch_close("nvfp4_amax_activation_kernel", kernel, work.blocks(kWarps), Config::kThreads, 0, lane, x.data,
+                 x.stride, static_cast<const bf16_t*>(x.bias.data), static_cast<unsigned>(across),
+                 Divisor::by(static_cast<unsigned>(across)), work, amax_row, amax_col, noop);
   });
 }
 

@@ -155,8 +155,9 @@ struct LayerRows {
 
 }  // namespace
 
-bool launch_amax_nvfp4_layer_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
-  return x.centered && launch_amax_rows<LayerRows>(x, amax_row, amax_col, noop, lane);
+bool launch_amax_nvfp4_layer_rows(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank,
+                                  const float* noop, Lane lane) {
+  return x.centered && launch_amax_rows<LayerRows>(x, amax_row, amax_col, blank, noop, lane);
 }
 
 }  // namespace cuda

@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
   for (int i = 0; i < kRows; ++i) load_words<bf16_t>(from + i * x.stride, word[i]);
   const NormNearly<4> nearly(x, col);
   wait_for_kernel_before();
-  KnownAmax rows(amax_row, nullptr);
-  ColumnAmax columns(amax_col, nullptr);
+  KnownAmax rows(amax_row);
+  ColumnAmax columns(amax_col);
   rows.ask_now();
   columns.ask_now();
   RowStats mine = peek_stats<kBlock>(x, row, true);
@@ -126,13 +126,14 @@ __global__ void __launch_bounds__(NvNormAmax::kThreads, NvNormAmax::kBlocksPerSm
 
 }  // namespace
 
-void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
-  if (launch_amax_nvfp4_norm_rows(x, amax_row, amax_col, noop, lane)) return;
-  if (launch_amax_nvfp4_layer_rows(x, amax_row, amax_col, noop, lane)) return;
+void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank, const float* noop,
+                            Lane lane) {
+  if (launch_amax_nvfp4_norm_rows(x, amax_row, amax_col, blank, noop, lane)) return;
+  if (launch_amax_nvfp4_layer_rows(x, amax_row, amax_col, blank, noop, lane)) return;
   if (x.order.ordered) {
-    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, amax_row, amax_col}, noop, lane);
+    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, amax_row, amax_col, blank}, noop, lane);
   } else {
-    launch_amax_reset(amax_row, amax_col, noop, lane);
+    launch_amax_reset(amax_row, amax_col, noop, lane, blank);
   }
   const auto kernel = is_shifted(x) ? nvfp4_amax_norm_kernel<true> : nvfp4_amax_norm_kernel<false>;
   launch_close("nvfp4_amax_norm_kernel", kernel, static_cast<int>(x.pieces), NvNormAmax::kThreads, 0, lane, x, amax_row,

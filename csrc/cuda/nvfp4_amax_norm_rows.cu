@@ -168,8 +168,9 @@ struct RmsRows {
 
 }  // namespace
 
-bool launch_amax_nvfp4_norm_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
-  return !is_shifted(x) && launch_amax_rows<RmsRows>(x, amax_row, amax_col, noop, lane);
+bool launch_amax_nvfp4_norm_rows(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank,
+                                 const float* noop, Lane lane) {
+  return !is_shifted(x) && launch_amax_rows<RmsRows>(x, amax_row, amax_col, blank, noop, lane);
 }
 
 }  // namespace cuda

@@ -180,8 +180,8 @@ class RisingColumns {
       : x_(x),
         with_rows_(amax_row != nullptr),
         col_(column_of(static_cast<int>(threadIdx.x) % 32)),
-        of_rows_(amax_row, &known[0]),
-        of_columns_(amax_col, &known[1]) {}
+        of_rows_(amax_row, known[0]),
+        of_columns_(amax_col, known[1]) {}
 
   // For the next rows, when these have raised what they may.
   __device__ __forceinline__ void ask() {
@@ -332,7 +332,8 @@ __global__ void TED_IN_CLUSTERS_OF(NvNormRows::kCluster)
 
 // False: nothing was done.
 template <typename Rows>
-bool launch_amax_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane) {
+bool launch_amax_rows(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank, const float* noop,
+                      Lane lane) {
   using Config = NvNormRows;
   constexpr int kBytesOfBlock = Config::kBytes + static_cast<int>(sizeof(ClusterShared<Rows>)) + 128;
   const bool fits = x.cols > Config::kColumns / 2 && x.cols <= Config::kColumns && x.cols % Config::kStep == 0 &&
@@ -346,7 +347,7 @@ bool launch_amax_rows(const Made& x, float* amax_row, float* amax_col, const flo
   const int64_t room = static_cast<int64_t>(multiprocessors()) * Config::kBlocksPerSm / Config::kCluster;
   const int64_t clusters = smaller(resident, larger(1, room));
   if (clusters == 0 || x.rows / kBlock < clusters) return false;
-  launch_amax_reset(amax_row, amax_col, noop, lane);
+  launch_amax_reset(amax_row, amax_col, noop, lane, blank);
   const BoxedMatrix rows{const_cast<bf16_t*>(x.data),
                          CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                          {Config::kStep, static_cast<cuuint64_t>(x.cols / Config::kStep),

@@ -64,13 +64,15 @@ bool quantize_nvfp4_unwritten(const Source& x, const Nvfp4Options& options, floa
   if (!norm && !activation && !is_nvfp4_activation(x, options, out)) return false;
   NvParts parts{};
   if ((norm || activation) && options.hadamard && amax_col != nullptr) {
+    check::required("room", room, 16);
+    parts.tables = nv_tables(room);
     const auto find = norm ? launch_amax_nvfp4_norm : launch_amax_nvfp4_activation;
-    find(made, amax_row, amax_col, noop, lane);
+    find(made, amax_row, amax_col, parts.to_blank(), noop, lane);
   } else {
     if ((norm && takes_patches(made)) || multiprocessors() * kMostAmaxBlocksPerSm > kAmaxRoom) return false;
     check::required("room", room, 16);
     const AmaxOut to{amax_row != nullptr ? amax_row : amax_col, room};
-    parts = NvParts{room, room, launch_amax_made(x, to, false, noop, lane), amax_row, amax_col};
+    parts = NvParts{room, room, launch_amax_made(x, to, false, noop, lane), amax_row, amax_col, nullptr};
   }
   if (norm) {
     launch_nvfp4_whole_norm(made, options, amax_row, amax_col, parts, out, noop, lane);

@@ -48,7 +48,7 @@ template <bool kRandom, typename Body>
 __device__ __forceinline__ void with_raises(const PlaneScales& from, const Body& body) {
   if constexpr (kRandom) {
     body(std::false_type{});
-  } else if (__any_sync(kFullWarp, from.raises)) {
+  } else if (__any_sync(kFullWarp, from.raises != 0u)) {
     body(std::true_type{});
   } else {
     body(std::false_type{});

@@ -134,11 +134,14 @@ __device__ __forceinline__ float factor_for_halves(float decode, float exact) {
 // What a tile's blocks need of their plane. The factor of a block follows from the 128 codes that its scale can have,
 // times CodeHalves::kFirst. It is NaN where pack_by_halves cannot be used: where factor_for_halves says so, and where
 // powers of two do not commute with roundings.
-struct PlaneScales {
-  Nvfp4Global global;
-  float encode;  // turns a magnitude into a scale
-  bool raises;   // some factor is below zero
+//
+// A copy of it may have been taken while it was written, 16 bytes at once, to where all bits were set (ToBlank). Then
+// factors that are missing are NaNs as well, and the rest does no harm either, but for the 16 bytes of is_there.
+struct alignas(16) PlaneScales {
   float factor[128];
+  alignas(16) Nvfp4Global global;
+  float encode;     // turns a magnitude into a scale
+  uint32_t raises;  // not 0: some factor is below zero
 
   // By one warp. quarter: magnitudes and values are four times what they should be. kRandom: for pack_at_random.
   template <bool kRandom = false>
@@ -166,8 +169,10 @@ struct PlaneScales {
     // The factor of zeros keeps all others of that code from being easy, however small.
     static_assert(kFloatMax * 0x1p-133f > CodeHalves::kLimit, "the smallest bf16 number is not easy");
     if (lane < 8u) factor[lane] = far ? float_of(kNanBits) : lane == 0u ? kFloatMax : small;
-    if (lane == 31u) factor[127] = float_of(kNanBits), raises = any_raises;
+    if (lane == 31u) factor[127] = float_of(kNanBits), raises = any_raises ? 1u : 0u;
   }
+
+  __device__ __forceinline__ bool is_there() const { return bits_of(encode) != ~0u; }
 };
 
 // The same in use: what all blocks need is in a register.

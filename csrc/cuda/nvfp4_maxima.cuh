@@ -26,7 +26,7 @@ class NvMaxima {
  public:
   // stays: the block does, and takes more patches than these. Its first ones come when nobody knows anything.
   __device__ __forceinline__ NvMaxima(const NvMadeOut& out, bool stays)
-      : hadamard_(out.hadamard), stays_(stays), columns_(out.amax_col.amax, nullptr) {
+      : hadamard_(out.hadamard), stays_(stays), columns_(out.amax_col.amax) {
     signs_ = out.signs >> (is_lower() ? 8 : 0);
     if (hadamard_ && !stays) columns_.ask_now();
   }

@@ -16,7 +16,8 @@ void launch_nvfp4_activation(const Made& x, const NvParts& parts, const Planes& 
 
 // Either plane or both, where activations take few instructions: launch_amax_nvfp4_norm, is_nvfp4_whole and
 // launch_nvfp4_whole for these.
-void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+void launch_amax_nvfp4_activation(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank,
+                                  const float* noop, Lane lane);
 bool is_nvfp4_whole_activation(const Source& x, const Nvfp4Options& options, const Planes& out);
 void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, const float* amax_row,
                                    const float* amax_col, const NvParts& parts, const Planes& out, const float* noop,
@@ -24,12 +25,15 @@ void launch_nvfp4_whole_activation(const Made& x, const Nvfp4Options& options, c
 
 // ---------------------------------------------------------------------------------------------- norms
 // Both amaxes, in place; the column path's of what the transform makes, with the standard signs. The statistics where
-// x.order says so. amax_row may be null.
-void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+// x.order says so. amax_row may be null. blank: filled then.
+void launch_amax_nvfp4_norm(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank, const float* noop,
+                            Lane lane);
 // The same of an RMSNorm's long rows, whose statistics are missing. False: nothing was done.
-bool launch_amax_nvfp4_norm_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+bool launch_amax_nvfp4_norm_rows(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank,
+                                 const float* noop, Lane lane);
 // A LayerNorm's.
-bool launch_amax_nvfp4_layer_rows(const Made& x, float* amax_row, float* amax_col, const float* noop, Lane lane);
+bool launch_amax_nvfp4_layer_rows(const Made& x, float* amax_row, float* amax_col, const ToBlank& blank,
+                                  const float* noop, Lane lane);
 
 // is_nvfp4_whole and launch_nvfp4_whole for a norm whose statistics are there. The row plane may be alone.
 bool is_nvfp4_whole_norm(const Source& x, const Nvfp4Options& options, const Planes& out);

@@ -10,6 +10,9 @@
 // other, whose column scales are written together. (More tiles a block are slower: all blocks come to write at the same
 // time, and lines of scales leave L2 before their neighbours have added theirs. So are clusters that put their scales
 // together, and more, smaller boxes.) What few tiles need comes after the loops that all take, so that these are short.
+//
+// Codes and scales follow from the amaxes by tables of 544 bytes, which take longer to make than a tile takes to come.
+// The first block makes them for all that start when others have ended.
 #pragma once
 
 #include <type_traits>
@@ -45,14 +48,15 @@ __device__ __forceinline__ uint32_t max_of_square(const uint4* mine) {
 
 // ---------------------------------------------------------------------------------------------- tiles
 // Blocks lie as tiles do, across and down, from the lowest tiles up: L2 still holds the end of what the amax has been
-// taken of. The first `tall` lines of blocks have kTall tiles each, the others one.
+// taken of. The first `tall` lines of blocks have kTall tiles each, the others one; where there is little to do for a
+// tile, all have one.
 struct TileOrder {
   unsigned down;  // tiles
   unsigned tall;
 
   static constexpr int64_t kMostDown = 65535;  // that a grid can have
 
-  static TileOrder of(int64_t rows, int64_t cols) {
+  static TileOrder of(int64_t rows, int64_t cols, bool any_tall) {
     constexpr int kTile = TileConfig::kTile;
     const int64_t across = cols / kTile;
     TileOrder order{static_cast<unsigned>(rows / kTile), 0u};
@@ -60,7 +64,8 @@ struct TileOrder {
     // when they end.
     const int64_t room = static_cast<int64_t>(multiprocessors()) * NvWhole::kBlocksPerSm;
     const int64_t times = rows / kTile * across / NvWhole::kTall / room - 1;
-    if (times > 0 && order.down % NvWhole::kTall == 0u) order.tall = static_cast<unsigned>(times * room / across);
+    if (!any_tall || times <= 0 || order.down % NvWhole::kTall != 0u) return order;
+    order.tall = static_cast<unsigned>(times * room / across);
     return order;
   }
   dim3 blocks(int64_t cols) const {
@@ -82,6 +87,12 @@ struct NvBoxes {
   CUtensorMap col_codes;  // of a tile: [8][kLanes][64 bytes], line j of all lanes first
 };
 
+struct BothScales {
+  PlaneScales row;
+  PlaneScales col;
+};
+static_assert(sizeof(BothScales) == sizeof(NvTables::of_planes), "both planes");
+
 // Dice: of random bytes, or nothing. It is in here as five blocks a multiprocessor have no more room than this takes.
 template <typename Dice>
 struct NvShared {
@@ -89,9 +100,9 @@ struct NvShared {
   alignas(128) uint4 patch[kBlock][NvConfig::kThreads];
   alignas(8) uint8_t row_scales[NvConfig::kRows][NvTile<bf16_t>::kRowScales];
   alignas(8) uint8_t col_scales[NvTile<bf16_t>::kCols][NvTile<bf16_t>::kColScales];
-  PlaneScales row;
-  PlaneScales col;
+  BothScales scales;
   Arrival arrival;
+  Arrival arrival_of_scales;
   Dice dice;
 
   // Where the codes of 16 rows go, of column 0 of a lane. BoxPlaces::kSpread.
@@ -105,6 +116,29 @@ template <typename Dice>
 __device__ __forceinline__ void fetch_tile(NvShared<Dice>& shared, const NvBoxes& boxes, int64_t row, int64_t col) {
   shared.arrival.expect(sizeof(shared.patch));
   load_box(shared.patch, boxes.in, static_cast<int>(col), static_cast<int>(row / kBlock), 0, shared.arrival);
+}
+
+// What codes and scales follow from, as far as the first block has written it. By one thread.
+template <typename Dice>
+__device__ __forceinline__ void fetch_scales(NvShared<Dice>& shared, const NvTables& tables) {
+  shared.arrival_of_scales.init();
+  wait_for_kernel_before();  // which has left it blank
+  shared.arrival_of_scales.expect(sizeof(BothScales));
+  load_bytes(&shared.scales, tables.of_planes, sizeof(BothScales), shared.arrival_of_scales);
+}
+
+// Whether they were there. By all threads, of which each has the same answer.
+template <typename Dice>
+__device__ __forceinline__ bool have_come(const NvShared<Dice>& shared, bool with_rows, bool with_columns) {
+  shared.arrival_of_scales.wait(0u);
+  return (!with_rows || shared.scales.row.is_there()) && (!with_columns || shared.scales.col.is_there());
+}
+
+// By a warp of the first block. Nobody is told: who finds blanks makes his own.
+__device__ __forceinline__ void publish_scales(const BothScales& scales, NvTables& tables) {
+  for (unsigned i = threadIdx.x % 32u; i < NvTables::kVectors; i += 32u) {
+    tables.of_planes[i] = reinterpret_cast<const uint4*>(&scales)[i];
+  }
 }
 
 // The same place in shared memory, which the compiler does not know how to compute. If it did, it would do so again
@@ -139,7 +173,7 @@ struct AsItIs {
   __device__ __forceinline__ void make_ahead(const Shared&, int /*lane*/, uint4* /*mine*/) const {}
 };
 
-// rng: seed and offset, where kRandom. early: blocks that start before the amaxes are there.
+// rng: seed and offset, where kRandom. early: blocks that have room at once, and start before the amaxes are there.
 template <bool kHadamard, typename From, Codes kCodes>
 __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     nvfp4_whole_kernel(const __grid_constant__ NvBoxes boxes, const __grid_constant__ From from, NvPlane row,
@@ -168,10 +202,13 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
   // schedulers it has.
   const unsigned duty = (threadIdx.x / 32u + blockIdx.x + blockIdx.y) % 4u;
   const bool asks = duty == 2u && threadIdx.x % 32u == 0u;
+  const unsigned me = blockIdx.y * gridDim.x + blockIdx.x;
+  const bool is_late = parts.tables != nullptr && me >= early;
   if (asks) {
     shared.arrival.init();
     if (written) wait_for_kernel_before();
     fetch_tile(shared, boxes, tile_row, tile_col);
+    if (is_late) fetch_scales(shared, *parts.tables);
   }
   // By warps that fill no table, as far as they go.
   const unsigned draw = (duty + 2u) % 4u * 32u + threadIdx.x % 32u;
@@ -187,23 +224,33 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     return amax;
   };
   const auto fill_tables = [&] {
+    BothScales& scales = shared.scales;
     if (duty == 0u) {
-      if (with_rows) shared.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
+      if (with_rows) scales.row.template fill<kRandom>(amax_of(row.amax, parts.row, parts.row_amax), false);
     } else if (duty == 1u) {
-      if (with_columns) shared.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
+      if (with_columns) scales.col.template fill<kRandom>(amax_of(col.amax, parts.col, parts.col_amax), kHadamard);
     }
   };
-  // What these would wait for is a tenth of their time.
-  const bool is_early = From::kMadeAhead && blockIdx.y * gridDim.x + blockIdx.x < early;
-  if (!is_early) fill_tables();
-  if (duty == 3u) from.prepare(for_making, tile_col);
-  __syncthreads();
+  const auto publish = [&] {
+    if (me == 0u && duty == 3u && parts.tables != nullptr) publish_scales(shared.scales, *parts.tables);
+  };
+  // Early blocks would wait for the amaxes a tenth of their time. They make their first tile before, if they can.
+  const bool waits = From::kMadeAhead && me < early;
+#pragma unroll 1
+  for (bool takes = is_late;; takes = false) {
+    if (!takes && !waits) fill_tables();
+    if (duty == 3u) from.prepare(for_making, tile_col);
+    __syncthreads();
+    if (!takes || have_come(shared, with_rows, with_columns)) break;
+    __syncthreads();  // all have seen that they have not
+  }
+  if (!waits) publish();
   const TwoColumns columns{reinterpret_cast<const uint32_t*>(&shared.patch[0][line]),
                            computed_once(shared.codes_of(lane, group)),
                            computed_once(&shared.col_scales[lane * kCols][group])};
   const auto& dice = *computed_once(&shared.dice);
-  const auto& row_plane_scales = *computed_once(&shared.row);
-  const auto& col_plane_scales = *computed_once(&shared.col);
+  const auto& row_plane_scales = *computed_once(&shared.scales.row);
+  const auto& col_plane_scales = *computed_once(&shared.scales.col);
   uint2 now = make_uint2(0u, 0u);
   uint2 before = now;
 #pragma unroll 1
@@ -216,9 +263,10 @@ __global__ void __launch_bounds__(NvConfig::kThreads, NvWhole::kBlocksPerSm)
     shared.arrival.wait(count - left);
     if constexpr (From::kMadeAhead) {
       from.make_ahead(for_making, lane, mine);
-      if (is_early && left == count) {
+      if (waits && left == count) {
         fill_tables();
         __syncthreads();
+        publish();
       }
     }
     const HeldScales of_row(row_plane_scales);
@@ -353,7 +401,9 @@ void launch_whole(const Input& x, const From& from, const Nvfp4Options& options,
                   Lane lane) {
   const NvPlane row = nv_row_plane<bf16_t>(x, out, amax_row);
   const NvPlane col = nv_col_plane(x, out, amax_col);
-  const TileOrder order = TileOrder::of(x.rows, x.cols);
+  // A block that makes its scales itself does much before its first tile.
+  constexpr bool kIsLittle = !From::kMade && !From::kMadeAhead && kCodes != Codes::kRandom;
+  const TileOrder order = TileOrder::of(x.rows, x.cols, !kIsLittle || parts.tables == nullptr);
   const dim3 blocks = order.blocks(x.cols);
   const NvBoxes boxes = boxes_of(x, out);
   auto kernel = nvfp4_whole_kernel<false, From, kCodes>;

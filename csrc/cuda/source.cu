@@ -12,7 +12,9 @@ constexpr int kMarkThreads = 256;
 __global__ void mark_pending_kernel(Unmade what, const float* noop) {
   let_next_kernel_start();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kMarkThreads + threadIdx.x;
-  if (row >= what.rows || is_noop(noop)) return;
+  if (is_noop(noop)) return;
+  if (blockIdx.x == 0u) what.blank.fill();
+  if (row >= what.rows) return;
   what.rstd[row] = float_of(kPendingBits);
   if (what.mean != nullptr) what.mean[row] = float_of(kPendingBits);
   if (row != 0) return;

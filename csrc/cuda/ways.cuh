@@ -108,7 +108,7 @@ void launch_way(const char* name, void (*kernel)(Parameters...), int stage_bytes
   const int blocks =
       grid_size(Config::kPairs ? ceil_div(x.pieces, ceil_div(x.pieces, most)) : smaller(x.pieces, most));
   if (x.order.ordered) {
-    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, nullptr, nullptr}, noop, lane);
+    launch_mark_pending(Unmade{x.mean, x.rstd, x.rows, nullptr, nullptr, {}}, noop, lane);
     return launch_close(name, kernel, blocks, PatchConfig::kThreads, bytes, lane, x, arguments...);
   }
   kernel<<<blocks, PatchConfig::kThreads, bytes, stream_of(lane)>>>(x, arguments...);

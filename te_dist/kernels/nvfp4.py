@@ -126,7 +126,7 @@ def quantize_nvfp4_current(
             noop=noop,
         )
         return
-    room = amax_scratch(x.device, 2)
+    room = amax_scratch(x.device, 3)
     source = described(x)
     rest = (
         two_d, with_rht, _signs(random_signs), pointer(rng_state), pointer(amax_row), pointer(amax_col), pointer(room),

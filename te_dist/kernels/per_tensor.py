@@ -85,7 +85,7 @@ def cast_current(
 
 
 def amax_scratch(device: torch.device, count: int = 1) -> Tensor:
-    """What kernels find `count` amaxes in, uninitialised."""
+    """Room for `count` amaxes while kernels find them, uninitialised."""
     return torch.empty(count * AMAX_ROOM if device.type == "cuda" else count, dtype=torch.float32, device=device)
 
 
