@@ -31,7 +31,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).parent
 KERNEL_TESTS = (
     "blocks_that_stay", "whole_tiles", "casts", "golden", "producers", "round_trip", "norm_modules", "delayed_scaling",
-    "exactness", "nvfp4_column_amax", "nvfp4_norm_rows", "nvfp4_norm_tiles",
+    "exactness", "nvfp4_column_amax", "nvfp4_late_blocks", "nvfp4_norm_rows", "nvfp4_norm_tiles",
 )  # fmt: skip
 
 

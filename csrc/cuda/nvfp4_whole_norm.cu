@@ -1,5 +1,7 @@
 // NVFP4 of what a norm makes of whole tiles. A thread makes its 16 rows, four at a time, where boxes have put their
 // operand, writes the codes of rows on the way, and finds what columns need in that place.
+//
+// (Branches between four rows and their codes cost nothing here: without them both planes are 1 % slower.)
 #include "nvfp4_unwritten.cuh"
 #include "nvfp4_whole.cuh"
 
