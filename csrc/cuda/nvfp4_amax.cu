@@ -78,8 +78,7 @@ NvParts launch_amax_nvfp4(const Input& x, const Nvfp4Options& options, float* am
       const int blocks = work.blocks(kWarps);
       if (has_room) parts.count = blocks;
       launch("nvfp4_amax_kernel", nvfp4_amax_kernel<T>, blocks, Config::kThreads, lane, nv_input(values, x),
-             static_cast<unsigned>(across), work, options.signs, row, col, parts.to_blank(),
-             noop);
+             static_cast<unsigned>(across), work, options.signs, row, col, parts.to_blank(), noop);
     });
   }
   parts.row_amax = amax_row;
