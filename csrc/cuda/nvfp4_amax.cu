@@ -1,7 +1,7 @@
 // NVFP4's two global amaxes, of the tensor and of its transformed columns. Reads every element once: bf16
 // moves 2 bytes an element.
 #include "nvfp4_amax.cuh"
-#include "nvfp4_kernel.cuh"
+#include "nvfp4_parts.cuh"
 #include "taper.cuh"
 
 namespace te_dist {

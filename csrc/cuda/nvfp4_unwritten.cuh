@@ -4,6 +4,7 @@
 
 #include "norm_rows.cuh"
 #include "nvfp4_kernel.cuh"
+#include "nvfp4_parts.cuh"
 
 namespace te_dist {
 namespace cuda {

@@ -21,6 +21,7 @@
 #include "boxes.cuh"
 #include "nvfp4_columns.cuh"
 #include "nvfp4_four_rows.cuh"
+#include "nvfp4_parts.cuh"
 
 namespace te_dist {
 namespace cuda {
