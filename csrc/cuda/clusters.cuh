@@ -15,6 +15,17 @@ namespace cuda {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
+// The first step, where what was written to the block's own shared memory is all that others are to see. The one above
+// waits until all that its thread has written lies in L2, and all that it has asked for is there.
+__device__ __forceinline__ void cluster_arrive_with_shared() {
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+  cluster_arrive();
+#endif
+}
+
 __device__ __forceinline__ int cluster_member() {
   unsigned rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -52,6 +63,7 @@ __device__ __forceinline__ void send_to_member(float4* here, int member, const f
 #else
 #define TED_IN_CLUSTERS_OF(blocks)
 __device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_arrive_with_shared() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ int cluster_member() { return 0; }
 __device__ __forceinline__ float2 load_of_member(const float2* here, int) { return *here; }

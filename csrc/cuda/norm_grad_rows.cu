@@ -225,10 +225,10 @@ __global__ void TED_IN_CLUSTERS_OF(RowsConfig::kCluster)
       float2& bias = saved[Rows::kSums + p * kThreads + thread];
       bias = make_float2(bias.x + bias_sum[p].x, bias.y + bias_sum[p].y);
     }
-    cluster_arrive();
+    cluster_arrive_with_shared();
     cluster_wait();
     fold_sums<kPairs>(task, saved, first_tile + t * step, member);
-    cluster_arrive();
+    cluster_arrive_with_shared();
   }
   cluster_wait();  // others may still read here
 }

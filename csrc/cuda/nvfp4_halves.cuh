@@ -48,33 +48,28 @@ __device__ __forceinline__ uint32_t select(uint32_t where, uint32_t set, uint32_
 #endif
 }
 
-// Of two fp16 numbers. factor: of their block; below zero where it can meet ties that go down.
-struct Raise {
-  uint32_t share;
-
-  __device__ __forceinline__ explicit Raise(float factor) : share(factor < 0.0f ? CodeHalves::kRaise : 0u) {}
-
-  __device__ __forceinline__ uint32_t operator()(uint32_t numbers) const {
-    uint32_t raised;
-    asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(raised) : "r"(numbers), "r"(share));
-    return raised;
-  }
-};
+// Of fp16 numbers, two a word. factor: of their block; below zero where it can meet ties that go down. A branch, of
+// which the compiler makes predicates: to those of single instructions it prefers two instructions.
+__device__ __forceinline__ void raise(uint32_t (&numbers)[4], float factor) {
+  asm("{\n\t.reg .pred below;\n\tsetp.lt.f32 below, %4, 0f00000000;\n\t@!below bra DONE;\n\t"
+      "fma.rn.f16x2 %0, %0, %5, %0;\n\tfma.rn.f16x2 %1, %1, %5, %1;\n\t"
+      "fma.rn.f16x2 %2, %2, %5, %2;\n\tfma.rn.f16x2 %3, %3, %5, %3;\n\tDONE:\n\t}"
+      : "+r"(numbers[0]), "+r"(numbers[1]), "+r"(numbers[2]), "+r"(numbers[3])
+      : "f"(factor), "r"(CodeHalves::kRaise));
+}
 
 // Eight bf16 values, value(i), none of which scales past 6.9. factor: times CodeHalves::kFirst. kRaised: it may be
 // below zero.
 template <bool kRaised, typename Value>
 __device__ __forceinline__ uint32_t pack_each_by_halves(const Value& value, float factor) {
-  const Raise raise(factor);
-  if (kRaised) factor = fabsf(factor);
-  const auto at = [&](int i) { return value(i) * factor; };
-  const auto two = [&](int i) {
-    const uint32_t numbers = cut_to_halves(at(i), at(i + 2));
-    return kRaised ? raise(numbers) : numbers;
-  };
+  const float magnitude = kRaised ? fabsf(factor) : factor;
+  const auto at = [&](int i) { return value(i) * magnitude; };
+  const auto two = [&](int i) { return cut_to_halves(at(i), at(i + 2)); };
+  uint32_t numbers[4] = {two(0), two(1), two(4), two(5)};
+  if (kRaised) raise(numbers, factor);
   // Bytes of a sign, three zeros, three bits of the code, and the one by which they are rounded.
-  const uint32_t firsts = __byte_perm(two(0), two(4), 0x7531);
-  const uint32_t seconds = __byte_perm(two(1), two(5), 0x7531);
+  const uint32_t firsts = __byte_perm(numbers[0], numbers[2], 0x7531);
+  const uint32_t seconds = __byte_perm(numbers[1], numbers[3], 0x7531);
   const auto to_upper = [](uint32_t bytes) { return select(0x70707070u, bytes * kEight + 0x08080808u, bytes); };
   return select(0x0F0F0F0Fu, to_upper(firsts) >> 4, to_upper(seconds));
 }
@@ -117,10 +112,12 @@ __device__ __forceinline__ float factor_for_halves(float decode, float exact) {
   if (down[0] * exact != 1.0f && down[1] * exact != 1.25f) return exact;
   const float up[2] = {nearest(1.5f), nearest(1.75f)};  // 0.75, and 1.75 and 3.5
   const auto is_right = [&](float smaller) {
-    const Raise raise(-1.0f);
     const auto number = [&](float v, float power) { return v * smaller * (CodeHalves::kFirst * power); };
-    const uint32_t small = raise(cut_to_halves(number(down[0], 0.25f), number(up[0], 0.5f)));
-    const uint32_t large = raise(cut_to_halves(number(down[1], 1.0f), number(up[1], 1.0f)));
+    uint32_t numbers[4] = {cut_to_halves(number(down[0], 0.25f), number(up[0], 0.5f)),
+                           cut_to_halves(number(down[1], 1.0f), number(up[1], 1.0f))};
+    raise(numbers, -1.0f);
+    const uint32_t small = numbers[0];
+    const uint32_t large = numbers[1];
     return (small % 65536u >= 0x0100u) == (down[0] * exact > 1.0f) &&
            (small / 65536u >= 0x0300u) == (up[0] * exact >= 1.5f) &&
            (large % 65536u >= 0x0500u) == (down[1] * exact > 1.25f) &&

@@ -9,7 +9,7 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
-template <bool kShifted>
+template <bool kShifted, bool kCentered>
 struct FromNorm {
   static constexpr bool kMade = true;
   static constexpr bool kMadeAhead = false;
@@ -41,7 +41,7 @@ struct FromNorm {
       rows.load(mine);
       const float rstds[4] = {rstd_.x, rstd_.y, rstd_.z, rstd_.w};
       float shifts[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
-      if (is_centered()) {
+      if (kCentered) {
         const float means[4] = {mean_.x, mean_.y, mean_.z, mean_.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) shifts[i] = RowStats{means[i], rstds[i]}.shift(true);
@@ -53,10 +53,9 @@ struct FromNorm {
     }
 
    private:
-    __device__ __forceinline__ bool is_centered() const { return kShifted && from_.x.centered; }
     __device__ __forceinline__ void ask() {
       rstd_ = *reinterpret_cast<const float4*>(from_.x.rstd + row_);
-      if (is_centered()) mean_ = *reinterpret_cast<const float4*>(from_.x.mean + row_);
+      if (kCentered) mean_ = *reinterpret_cast<const float4*>(from_.x.mean + row_);
     }
     __device__ __forceinline__ void make(const float (&rstds)[4], const float (&shifts)[4], FourRows& rows) const {
 #pragma unroll
@@ -88,7 +87,7 @@ struct FromNorm {
 
 bool is_nvfp4_whole_norm(const Source& x, const Nvfp4Options& options, const Planes& out) {
   return x.kind == Produce::kNorm && x.partials == nullptr && aligned(x.rstd, 16) && aligned(x.mean, 16) &&
-         is_whole<FromNorm<true>>(x, options, out);
+         is_whole<FromNorm<true, true>>(x, options, out);
 }
 
 void launch_nvfp4_whole_norm(const Made& x, const Nvfp4Options& options, const float* amax_row, const float* amax_col,
@@ -97,8 +96,9 @@ void launch_nvfp4_whole_norm(const Made& x, const Nvfp4Options& options, const f
   const auto start = [&](const auto& from) {
     launch_whole(operand, from, options, amax_row, amax_col, parts, Before::kFindsAmaxes, out, noop, lane);
   };
-  if (is_shifted(x)) return start(FromNorm<true>{x});
-  start(FromNorm<false>{x});
+  if (x.centered) return start(FromNorm<true, true>{x});
+  if (is_shifted(x)) return start(FromNorm<true, false>{x});
+  start(FromNorm<false, false>{x});
 }
 
 }  // namespace cuda
