@@ -3,6 +3,7 @@ fail because of a GPU that they are not for."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import warnings
@@ -35,6 +36,18 @@ CSRC = Path(__file__).parents[1] / "csrc"
 def test_what_runs_where(architectures: str, runs: list[tuple[int, int]], runs_not: list[tuple[int, int]]) -> None:
     assert all(built_for(architectures, capability) for capability in runs)
     assert not any(built_for(architectures, capability) for capability in runs_not)
+
+
+def test_no_source_has_a_branch_for_what_came_after_hopper() -> None:
+    """`make test` compiles for Hopper and for what came before (OTHER_GPUS in the Makefile)."""
+    sources = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cu")]
+    compared = [
+        found for path in sources for found in re.findall(r"__CUDA_ARCH\w*(?:\s*[<>=]+\s*\d+)?", path.read_text())
+    ]
+    assert "__CUDA_ARCH__ >= 900" in compared, "sources are where this test looks for them"
+    for found in set(compared):
+        name, *limit = re.split(r"\s*[<>=]+\s*", found)
+        assert name == "__CUDA_ARCH__" and all(int(n) <= 900 for n in limit), found
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, archs: str, *capabilities: tuple[int, int]) -> None:
