@@ -27,19 +27,19 @@ unit: $(VENV)/.installed
 	  PYTHONPATH="$(CURDIR)/tests/start$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# What is installed was compiled for this machine's GPU or for Hopper; this only compiles for others, where there is a
-# compiler, and without optimizing, where that is an option: nobody runs what it makes. No source has a branch for what
-# came after Hopper (tests/test_architectures.py), so that of all others Ada, which came before, tells most.
-OTHER_GPUS ?= 89
+# What is installed was compiled for this machine's GPU or for Hopper; this only compiles for Ada and Blackwell, where
+# there is a compiler, and without optimizing, where that is an option: nobody runs what it makes. For Blackwell as far
+# as PTX: an assembler that takes Hopper's takes it for what came after, too, and no source has a branch for that
+# (tests/test_architectures.py).
 other_gpus:
 	@if command -v nvcc >/dev/null 2>&1; then \
 	  if nvcc --help | grep -q Ofast-compile; then quick=--Ofast-compile=max; fi; \
 	  mkdir -p build/other_gpus; \
-	  for arch in $(OTHER_GPUS); do for source in csrc/cuda/*.cu; do echo "$$arch $$source"; done; done \
-	  | xargs -P 2 -n 2 sh -c 'nvcc -std=c++17 -fmad=false --expt-relaxed-constexpr '"$$quick"' -arch=sm_$$0 -cubin "$$1" \
-	      -o build/other_gpus/$$(basename "$$1" .cu).$$0.cubin' \
-	  && echo "sm_$(OTHER_GPUS): the CUDA kernels compile"; \
-	else echo "no nvcc here: the CUDA kernels are not compiled for sm_$(OTHER_GPUS)"; fi
+	  for kind in 89.cubin 100a.ptx; do for source in csrc/cuda/*.cu; do echo "$$kind $$source"; done; done \
+	  | xargs -P 2 -n 2 sh -c 'nvcc -std=c++17 -fmad=false --expt-relaxed-constexpr '"$$quick"' -arch=sm_$${0%.*} \
+	      -$${0#*.} "$$1" -o build/other_gpus/$$(basename "$$1" .cu).$$0' \
+	  && echo "sm_89 and sm_100a: the CUDA kernels compile"; \
+	else echo "no nvcc here: the CUDA kernels are not compiled for sm_89 and sm_100a"; fi
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ def test_what_runs_where(architectures: str, runs: list[tuple[int, int]], runs_n
 
 
 def test_no_source_has_a_branch_for_what_came_after_hopper() -> None:
-    """`make test` compiles for Hopper and for what came before (OTHER_GPUS in the Makefile)."""
+    """Or `make other_gpus` would have to assemble it for these."""
     sources = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cu")]
     compared = [
         found for path in sources for found in re.findall(r"__CUDA_ARCH\w*(?:\s*[<>=]+\s*\d+)?", path.read_text())

@@ -228,7 +228,7 @@ __global__ void TED_IN_CLUSTERS_OF(RowsConfig::kCluster)
     cluster_arrive_with_shared();
     cluster_wait();
     fold_sums<kPairs>(task, saved, first_tile + t * step, member);
-    cluster_arrive_with_shared();
+    cluster_arrive_with_shared();  // nothing is to be seen, and what was read of others is in the totals, stored by now
   }
   cluster_wait();  // others may still read here
 }

@@ -1,7 +1,8 @@
 // NVFP4 of what a norm makes of whole tiles. A thread makes its 16 rows, four at a time, where boxes have put their
 // operand, writes the codes of rows on the way, and finds what columns need in that place.
 //
-// (Branches between four rows and their codes cost nothing here: without them both planes are 1 % slower.)
+// (Branches between four rows and their codes cost nothing here: without them an RMSNorm's both planes are almost 1 %
+// slower, and a LayerNorm's as fast.)
 #include "nvfp4_unwritten.cuh"
 #include "nvfp4_whole.cuh"
 
@@ -9,6 +10,7 @@ namespace te_dist {
 namespace cuda {
 namespace {
 
+// kCentered: a LayerNorm, which is always shifted. (One kernel for it and an RMSNorm with a bias: 1 % slower.)
 template <bool kShifted, bool kCentered>
 struct FromNorm {
   static constexpr bool kMade = true;
