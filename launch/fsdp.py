@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_dist
 from te_dist import recipe
+from te_dist.launch import runtime
 from te_dist.parallel import (
     all_gather_report,
     comm_report,
@@ -121,3 +122,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    runtime.leave(0)

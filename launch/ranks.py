@@ -35,7 +35,8 @@ def leave(*_):
 signal.signal(signal.SIGINT, leave)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
 from {module} import main
-raise SystemExit(main())
+from te_dist.launch import runtime
+runtime.leave(main())
 """
 SECONDS_TO_SAVE = "600"  # torchrun kills what is left 30 s after a signal, in the middle of a large checkpoint
 

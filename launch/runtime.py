@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import datetime
 import hashlib
 import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -138,6 +140,23 @@ def _store(limit: datetime.timedelta) -> dist.Store:
 def stop() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code; a rank of several without Python's last steps.
+
+    gloo's threads outlive ``destroy_process_group`` where DTensor keeps the group, and one that is late still holds its
+    last tensors. If it lets go of them while Python ends, the process dies of SIGABRT ("terminate called without an
+    active exception"), and a run that is done counts as failed.
+    """
+    if world_size_from_environment() == 1:
+        raise SystemExit(code)
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)
 
 
 def step_seed(seed: int, step: int, dp_rank: int) -> int:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_dist
 from te_dist import recipe
+from te_dist.launch import runtime
 from te_dist.launch.corpus import builtin_corpus
 from te_dist.launch.data import TokenData
 from te_dist.parallel import comm_report, parallelize, seed_streams, vocab_parallel_cross_entropy
@@ -119,4 +120,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    runtime.leave(main())

@@ -84,4 +84,4 @@ def _run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    runtime.leave(main())
