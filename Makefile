@@ -7,16 +7,16 @@ TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo 'torch>=2.1
 BIN := $(VENV)/bin
 KERNEL_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test checks typecheck lint unit other_gpus sanitize doctor clean
+.PHONY: demo test beginning typecheck lint unit other_gpus sanitize doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/te-dist demo
 
-test: lint checks unit
+test: beginning lint typecheck unit
 
-# Side by side: mypy is one process, and so is the end of many a compilation.
-checks: $(VENV)/.installed
-	@$(MAKE) --no-print-directory -j 2 typecheck other_gpus
+# Side by side: pip unpacks torch with one core.
+beginning:
+	@$(MAKE) --no-print-directory -j 2 $(VENV)/.torch other_gpus
 
 unit: $(VENV)/.installed
 	# One thread each: small tensors gain nothing from more, and spinning OpenMP threads stall a machine that is busy.
@@ -31,14 +31,16 @@ unit: $(VENV)/.installed
 # there is a compiler, and without optimizing, where that is an option: nobody runs what it makes. For Blackwell as far
 # as PTX: an assembler that takes Hopper's takes it for what came after, too, and no source has a branch for that
 # (tests/test_architectures.py).
-other_gpus:
+other_gpus: build/other_gpus/.compiled
+
+build/other_gpus/.compiled: $(KERNEL_SOURCES)
+	@mkdir -p $(@D)
 	@if command -v nvcc >/dev/null 2>&1; then \
 	  if nvcc --help | grep -q Ofast-compile; then quick=--Ofast-compile=max; fi; \
-	  mkdir -p build/other_gpus; \
 	  for kind in 89.cubin 100a.ptx; do for source in csrc/cuda/*.cu; do echo "$$kind $$source"; done; done \
 	  | xargs -P 2 -n 2 sh -c 'nvcc -std=c++17 -fmad=false --expt-relaxed-constexpr '"$$quick"' -arch=sm_$${0%.*} \
-	      -$${0#*.} "$$1" -o build/other_gpus/$$(basename "$$1" .cu).$$0' \
-	  && echo "sm_89 and sm_100a: the CUDA kernels compile"; \
+	      -$${0#*.} "$$1" -o $(@D)/$$(basename "$$1" .cu).$$0' \
+	  && echo "sm_89 and sm_100a: the CUDA kernels compile" && touch $@; \
 	else echo "no nvcc here: the CUDA kernels are not compiled for sm_89 and sm_100a"; fi
 
 lint: $(VENV)/.installed
