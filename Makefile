@@ -33,7 +33,7 @@ unit: $(VENV)/.installed
 # (tests/test_architectures.py).
 other_gpus: build/other_gpus/.compiled
 
-build/other_gpus/.compiled: $(KERNEL_SOURCES)
+build/other_gpus/.compiled: $(KERNEL_SOURCES) Makefile
 	@mkdir -p $(@D)
 	@if command -v nvcc >/dev/null 2>&1; then \
 	  if nvcc --help | grep -q Ofast-compile; then quick=--Ofast-compile=max; fi; \

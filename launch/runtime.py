@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -142,21 +143,28 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+_LOST_OUTPUT = 120  # Python's own exit code where its last lines could not be written
+
+
 def leave(code: int) -> NoReturn:
     """End this process with an exit code; a rank of several without Python's last steps.
 
-    gloo's threads outlive ``destroy_process_group`` where DTensor keeps the group, and one that is late still holds its
-    last tensors. If it lets go of them while Python ends, the process dies of SIGABRT ("terminate called without an
-    active exception"), and a run that is done counts as failed.
+    Threads end, exit handlers run and output is written as ever. But gloo's threads outlive ``destroy_process_group``
+    where DTensor keeps the group, and one that is late still holds its last tensors. If it lets go of them while Python
+    takes itself apart, the process dies of SIGABRT ("terminate called without an active exception"), and a run that is
+    done counts as failed.
     """
     if world_size_from_environment() == 1:
         raise SystemExit(code)
-    try:
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
+    threading._shutdown()  # type: ignore[attr-defined]  # what multiprocessing ends its processes with, too
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
             stream.flush()
-    finally:
-        os._exit(code)
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            code = _LOST_OUTPUT
+            os.write(2, f"the last output of this process could not be written: {error}\n".encode())
+    os._exit(code)
 
 
 def step_seed(seed: int, step: int, dp_rank: int) -> int:

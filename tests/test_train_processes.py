@@ -131,7 +131,7 @@ runtime.leave(int(sys.argv[1]))
 
 
 def test_ranks_whose_gloo_still_holds_tensors_end_with_their_exit_codes() -> None:
-    """Without ``leave``, most of these processes end by SIGABRT; in training, one in thousands did."""
+    """Without ``leave`` these processes end by SIGABRT, as a rank of a whole run did once."""
     codes = [0, 3]
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     with socket.socket() as free:
@@ -142,14 +142,39 @@ def test_ranks_whose_gloo_still_holds_tensors_end_with_their_exit_codes() -> Non
             [sys.executable, "-c", _LATE, str(code)],
             env=os.environ | where | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank, code in enumerate(codes)
     ]
-    said = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == codes, said
-    assert all(text.endswith("left\n") for text in said), said
+    ended = [finish(process) for process in processes]
+    assert [code for code, _, _ in ended] == codes, ended
+    assert all(out == "left\n" for _, out, _ in ended), ended
+
+
+_LAST_WORDS = """
+import threading, time
+from te_dist.launch import runtime
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread's"))).start()
+print("last words")
+runtime.leave(0)
+"""
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_what_a_rank_says_last_is_written_or_its_exit_code_says_that_it_is_not(tmp_path: Path, world: str) -> None:
+    said, full = tmp_path / "said", Path("/dev/full")
+    # Unbuffered, nothing would be left to write.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"RANK": "0", "WORLD_SIZE": world}
+    for to, code in [(said, 0)] + [(full, 120)] * full.exists():
+        with to.open("w") as out:
+            ended = subprocess.run(
+                [sys.executable, "-c", _LAST_WORDS], env=environment, stdout=out, stderr=subprocess.PIPE, text=True
+            )
+        assert ended.returncode == code, ended.stderr
+        assert ("No space left on device" in ended.stderr) == (to is full)
+    assert said.read_text() == "last words\na thread's\n"
 
 
 def test_a_mistake_is_said_once_and_before_training(tmp_path: Path) -> None:
