@@ -62,7 +62,7 @@ def start(
     others = ["--kernel-name-exclude", "kns=at6native"]  # torch's: they would take most of the time
     # Large matrices would take racecheck hours; test_blocks_that_stay.py has small ones for the same loops.
     marked = "cuda" if tool == "memcheck" else "cuda and not large"
-    tests = [sys.executable, "-m", "pytest", "-v", "--durations=20", "-m", marked, "-k", which]
+    tests = [sys.executable, "-m", "pytest", "-v", "-rs", "--durations=20", "-m", marked, "-k", which]
     command = ["compute-sanitizer", "--tool", tool, *others, *tests, *plain, *files]
     environment = {**os.environ, "TE_DIST_TEST_SHARE": share, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"TE_DIST_TEST_SECONDS": str(seconds), "TE_DIST_TEST_SEEN": str(left_out)}
@@ -100,6 +100,13 @@ def is_clean(output: str, returncode: int | None, ended: bool) -> bool:
 def passed_in(output: str) -> list[str]:
     """The names of the tests, as pytest -v writes them."""
     return re.findall(r"^(\S+::.+?) PASSED", output, re.MULTILINE)
+
+
+def skipped_in(output: str) -> tuple[int, int]:
+    """How many tests there was no time for, and how many never run under a tool, by pytest's list of reasons."""
+    found = re.findall(r"^SKIPPED \[(\d+)\] (.*)", output, re.MULTILINE)
+    late = sum(int(count) for count, reason in found if "TE_DIST_TEST_SECONDS" in reason)
+    return late, sum(int(count) for count, _ in found) - late
 
 
 class Seen:
@@ -144,8 +151,9 @@ def run(
 
 
 def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float, seen: Seen) -> bool:
-    """Whether tests ran, and no process has problems. Tests that there was no time for are counted."""
-    passed = left = problems = cut = 0
+    """Whether tests ran, or all had passed before, and no process has problems. Tests that there was no time for are
+    counted."""
+    passed = left = never = problems = cut = 0
     outputs = []
     before = len(seen.names.get(tool, ()))
     with tempfile.TemporaryDirectory() as folder:
@@ -160,13 +168,16 @@ def check(tool: str, names: Sequence[str], only: str, jobs: int, seconds: float,
                 elif not ended:  # what it found may come last
                     seen.add(tool, passed_in(output))
                 passed += output.count(" PASSED")
-                left += output.count(" SKIPPED")
+                late, others = skipped_in(output)
+                left += late
+                never += others
                 cut += ended
     for took, name in slowest(outputs):
         print(f"{took:8.1f} s {name}")
     print(
-        f"{tool}: {passed} tests passed, {left} skipped, {cut} of {len(outputs)} processes ended before their last "
-        f"tests, {problems} with problems" + (f"; {before} had passed before" if before else "")
+        f"{tool}: {passed} tests passed, {left} had no time, {never} never run under a tool, {cut} of {len(outputs)} "
+        f"processes ended before their last tests, {problems} with problems"
+        + (f"; {before} had passed before" if before else "")
     )
     nothing_left = before > 0 and left == cut == 0
     return not problems and (passed > 0 or nothing_left)

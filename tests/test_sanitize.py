@@ -37,6 +37,12 @@ def install(tool: Path, finding: str = "", errors: str = "0 errors") -> None:
     tool.chmod(0o755)
 
 
+def skips(tool: Path, reason: str) -> None:
+    """A tool under which pytest skips the only test."""
+    lines = ("tests/test_a.py::test_three SKIPPED", f"SKIPPED [1] a.py:1: {reason}", "========= ERROR SUMMARY: 0")
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line} '\n" for line in lines))
+
+
 def check(seen: sanitize.Seen) -> bool:
     return sanitize.check("memcheck", ["golden"], "", 1, 60.0, seen)
 
@@ -61,16 +67,42 @@ def test_a_run_without_time_for_a_test_is_not_clean(
     install(tool)
     seen = sanitize.Seen(tmp_path / "seen.json")
     assert check(seen)
-    tool.write_text("#!/bin/sh\necho 'tests/test_a.py::test_three SKIPPED'; echo '========= ERROR SUMMARY: 0 errors'")
+    skips(tool, "TE_DIST_TEST_SECONDS have passed")
     assert not check(seen)
-    assert "0 tests passed, 1 skipped" in capsys.readouterr().out.splitlines()[-1]
+    assert "0 tests passed, 1 had no time, 0 never run" in capsys.readouterr().out.splitlines()[-1]
     assert "tests/test_a.py::test_three" not in seen.names["memcheck"]
+
+
+def test_what_never_runs_under_a_tool_is_not_waited_for(tool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs with --seen would never come to an end. But where nothing has passed at all, nothing is clean."""
+    install(tool)
+    seen = sanitize.Seen(None)
+    skips(tool, "a sanitizer leaves no room for a profiler")
+    assert not check(seen)
+    install(tool)
+    assert check(seen)
+    skips(tool, "a sanitizer leaves no room for a profiler")
+    assert check(seen)
+    assert "0 tests passed, 0 had no time, 1 never run" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_reasons_are_counted_as_pytest_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "test_skips.py"
+    file.write_text(
+        "import pytest\n@pytest.mark.skipif(True, reason='a tool')\ndef test_a(): pass\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_b(n): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    late = [*command, "--confcutdir", str(Path(__file__).parent), "-p", "conftest", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TE_DIST_TEST_SECONDS": "-1"}
+    run = subprocess.run(late, env=environment, text=True, capture_output=True)
+    assert sanitize.skipped_in(run.stdout) == (2, 1), run.stdout
 
 
 def test_a_process_without_a_share_of_the_tests_is_clean() -> None:
     """There may be more processes than tests that are left."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TE_DIST_TEST_SHARE": "2/3"}
+    environment = {**os.environ, "TE_DIST_TEST_SHARE": "99/100"}
     idle = subprocess.run([*command, "-k", "begin_anew"], env=environment, text=True, capture_output=True)
     assert idle.returncode != 0 and "PASSED" not in idle.stdout
     tool = "\n========= Target application returned an error\n========= ERROR SUMMARY: 0 errors\n"
