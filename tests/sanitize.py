@@ -34,7 +34,8 @@ KERNEL_TESTS = (
     "exactness", "nvfp4_column_amax", "nvfp4_late_blocks", "nvfp4_norm_rows", "nvfp4_norm_tiles",
 )  # fmt: skip
 
-
+# Names of what passed, and reasons for what did not run.
+PYTEST = (sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:xdist", "-p", "no:cacheprovider")
 GRACE = 45  # seconds that a test may take which began in time
 
 
@@ -58,11 +59,11 @@ def start(
     tool: str, names: Sequence[str], which: str, share: str, caching: bool, seconds: float, left_out: Path
 ) -> subprocess.Popen[str]:
     files = [str(TESTS / f"test_{name}.py") for name in names]
-    plain = ["-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider", "-o", "timeout=0"]
+    plain = ["-p", "no:benchmark", "-o", "timeout=0"]
     others = ["--kernel-name-exclude", "kns=at6native"]  # torch's: they would take most of the time
     # Large matrices would take racecheck hours; test_blocks_that_stay.py has small ones for the same loops.
     marked = "cuda" if tool == "memcheck" else "cuda and not large"
-    tests = [sys.executable, "-m", "pytest", "-v", "-rs", "--durations=20", "-m", marked, "-k", which]
+    tests = [*PYTEST, "--durations=20", "-m", marked, "-k", which]
     command = ["compute-sanitizer", "--tool", tool, *others, *tests, *plain, *files]
     environment = {**os.environ, "TE_DIST_TEST_SHARE": share, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"TE_DIST_TEST_SECONDS": str(seconds), "TE_DIST_TEST_SEEN": str(left_out)}

@@ -92,8 +92,7 @@ def test_reasons_are_counted_as_pytest_writes_them(tmp_path: Path) -> None:
         "import pytest\n@pytest.mark.skipif(True, reason='a tool')\ndef test_a(): pass\n"
         "@pytest.mark.parametrize('n', [1, 2])\ndef test_b(n): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    late = [*command, "--confcutdir", str(Path(__file__).parent), "-p", "conftest", str(file)]
+    late = [*sanitize.PYTEST, "--confcutdir", str(Path(__file__).parent), "-p", "conftest", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TE_DIST_TEST_SECONDS": "-1"}
     run = subprocess.run(late, env=environment, text=True, capture_output=True)
     assert sanitize.skipped_in(run.stdout) == (2, 1), run.stdout
@@ -101,7 +100,7 @@ def test_reasons_are_counted_as_pytest_writes_them(tmp_path: Path) -> None:
 
 def test_a_process_without_a_share_of_the_tests_is_clean() -> None:
     """There may be more processes than tests that are left."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    command = [*sanitize.PYTEST, __file__]
     environment = {**os.environ, "TE_DIST_TEST_SHARE": "99/100"}
     idle = subprocess.run([*command, "-k", "begin_anew"], env=environment, text=True, capture_output=True)
     assert idle.returncode != 0 and "PASSED" not in idle.stdout
@@ -140,7 +139,7 @@ def test_tests_that_were_seen_do_not_run(tmp_path: Path) -> None:
     seen = tmp_path / "seen.txt"
     seen.write_text(name)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "tests/test_sanitize.py", "-k", "anew or found"],
+        [*sanitize.PYTEST, "tests/test_sanitize.py", "-k", "anew or found"],
         cwd=Path(__file__).parent.parent, env={**os.environ, "TE_DIST_TEST_SEEN": str(seen)}, text=True,
         stdout=subprocess.PIPE, check=True,
     )  # fmt: skip
