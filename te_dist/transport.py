@@ -6,8 +6,8 @@ Three things happen on the way, none of which costs more than a look at an attri
 - agreement: before ranks exchange data they compare what they are about to exchange. gloo ends the process when two
   ranks bring different sizes, NCCL hangs; here every rank raises RanksDisagree, which shows what each of them brought.
   Where the host waits for each collective anyway (gloo) this happens every time, elsewhere when a shape is new;
-- failure: a rank that raises inside a layer leaves a note in the store, and the ranks that wait for it end with that
-  note, not with a timeout.
+- failure: a rank that raises, or is gone, ends those that wait for it with the cause, not with a timeout: see
+  te_dist.failures.
 """
 
 from __future__ import annotations
@@ -27,23 +27,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from te_dist import torch_compat
+from te_dist import failures, torch_compat
+from te_dist.failures import RankFailed, RanksDisagree
 
 T = TypeVar("T")
 Record = tuple[str, str, str, int, str, str, str]  # kind, group, dtype, bytes, layer, phase, payload
 
 AGREEMENT = ("always", "once", "off")
 _TEXT_BYTES = 512  # of a rank's description, exchanged only where ranks disagree
-_LOOK_SECONDS = 0.2  # between two looks at the notes while a collective is waited for
-_GRACE_SECONDS = 2.0  # for the other ranks to say why, once a collective has failed
-
-
-class RanksDisagree(RuntimeError):
-    """The ranks of a group were about to start different collectives."""
-
-
-class RankFailed(RuntimeError):
-    """A collective cannot end because another rank has failed or is gone."""
+_LOOK_SECONDS = 0.2  # between two looks for other ranks' failures while a collective is waited for
 
 
 class _State:
@@ -59,7 +51,6 @@ class _State:
             raise ValueError(f"TE_DIST_CHECK_RANKS expects one of {AGREEMENT} but got {self.agreement!r}")
         self.agreed: set[Any] = set()
         self.started: dict[str, int] = {}  # collectives so far, by group
-        self.noted: set[tuple[str, int]] = set()  # where this rank has failed: group and number of collectives
         self.has_hook = False
 
 
@@ -118,16 +109,26 @@ class Done(Pending[T]):
         return self._result
 
 
+def _start(begin: Callable[..., Any], group: Any, what: What, *args: Any) -> Any:
+    """``begin(group, *args)``; a backend that already knows a connection to be broken says so here, not at the wait."""
+    try:
+        return begin(group, *args)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise _failed(group, what, error) from error
+
+
 def _wait(work: Any, group: Any, polls: bool, what: What) -> None:
-    """Until the collective is done. Where that blocks the host, it looks for other ranks' notes meanwhile."""
+    """Until the collective is done. Where that blocks the host, it looks for other ranks' failures meanwhile."""
     try:
         if polls:
             _poll(work, group, what)
         work.wait()
-    except (RankFailed, RanksDisagree):
+    except RankFailed:
         raise
     except RuntimeError as error:
-        raise RankFailed(_why(group, what, str(error))) from error
+        raise _failed(group, what, error) from error
 
 
 def _poll(work: Any, group: Any, what: What) -> None:
@@ -141,64 +142,26 @@ def _poll(work: Any, group: Any, what: What) -> None:
         pause = min(pause * 1.2, 2e-3)
         if time.monotonic() > look_at:
             look_at = time.monotonic() + _LOOK_SECONDS
-            notes = _notes(group)
-            if notes and not work.is_completed():
-                raise RankFailed(_sentence(group, what, "; ".join(notes)))
+            cause = failures.look(group)
+            if cause and not work.is_completed():
+                raise RankFailed(_sentence(group, what, cause), cause, group.group_name)
 
 
 # ------------------------------------------------------------------------------------------------- failure
-def _key(group: str, rank: int) -> str:
-    return f"te_dist/failed/{group}/{rank}"
-
-
 def announce_failure(group_name: str, error: BaseException) -> None:
     """Tell the ranks of a group that this one will not come. Never raises."""
-    if isinstance(error, RankFailed | RanksDisagree) or not group_name:
-        return  # they know
-    with contextlib.suppress(Exception):
-        group, store = torch_compat.group_by_name(group_name), torch_compat.default_store()
-        number = state.started.get(group_name, 0)
-        if store is None or (group_name, number) in state.noted:
-            return
+    if group_name:
         where = f" in {state.layer} ({state.phase})" if state.layer else ""
-        text = f"{number}|{type(error).__name__}{where}: {error}"
-        store.set(_key(group_name, torch.distributed.get_rank(group)), text[:2000])
-        state.noted.add((group_name, number))
+        failures.announce(group_name, state.started.get(group_name, 0), error, where)
 
 
-def _notes(group: Any) -> list[str]:
-    """What other ranks have said about their end, unless this one has failed at the same place and went on."""
-    found = []
-    with contextlib.suppress(Exception):
-        store = torch_compat.default_store()
-        name = group.group_name
-        for rank in range(group.size()):
-            if rank == group.rank() or store is None or not store.check([_key(name, rank)]):
-                continue
-            number, _, text = store.get(_key(name, rank)).decode(errors="replace").partition("|")
-            if (name, int(number)) not in state.noted:
-                found.append(f"rank {rank} raised {text}")
-    return found
-
-
-def _why(group: Any, what: What, error: str) -> str:
-    """What became of the others, once a collective has failed: their notes, and who gives no sign of life."""
-    cause, silent = "", []
-    with contextlib.suppress(Exception):
-        store, name, me = torch_compat.default_store(), group.group_name, group.rank()
-        alive = f"te_dist/alive/{name}/{state.started.get(name, 0)}"
-        store.set(f"{alive}/{me}", "1")
-        until = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < until:
-            notes = _notes(group)
-            silent = [r for r in range(group.size()) if r != me and not store.check([f"{alive}/{r}"])]
-            if notes or not silent:
-                cause = "; ".join(notes)
-                break
-            time.sleep(0.05)
-    if not cause and silent:
-        cause = f"rank(s) {silent} gave no sign of life: their process has ended or is stuck outside of te_dist"
-    return _sentence(group, what, "; ".join(filter(None, (cause, f"the backend says: {error}"))))
+def _failed(group: Any, what: What, error: RuntimeError) -> RankFailed:
+    """A backend's error with its cause, which the others are told: not every rank's own connections are broken."""
+    said = f"the backend says: {error}"
+    cause = failures.find_cause(group)
+    failures.give_up(group, state.started.get(group.group_name, 0), cause or said)
+    whole = f"{cause}; {said}" if cause else said
+    return RankFailed(_sentence(group, what, whole), cause or said, group.group_name)
 
 
 def _sentence(group: Any, what: What, cause: str) -> str:
@@ -266,19 +229,20 @@ def agree(group: Any, device: torch.device, what: What) -> None:
     mine = torch.tensor([_fingerprint(what)], dtype=torch.int64, device=device)
     everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
     _record("check", group, mine, "agreement")
-    _wait(torch_compat.start_all_gather(group, [everyone], [mine]), group, polls, what)
+    _wait(_start(torch_compat.start_all_gather, group, what, [everyone], [mine]), group, polls, what)
     if len(set(everyone.tolist())) == 1:
         state.agreed.add(key)
         return
     padded = _text(what).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     said = torch.tensor(list(padded), dtype=torch.uint8, device=device)
     texts = torch.empty(group.size() * _TEXT_BYTES, dtype=torch.uint8, device=device)
-    _wait(torch_compat.start_all_gather(group, [texts], [said]), group, polls, what)
+    _wait(_start(torch_compat.start_all_gather, group, what, [texts], [said]), group, polls, what)
     shown = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts.view(-1, _TEXT_BYTES)]
     lines = "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(shown))
     raise RanksDisagree(
         f"te_dist: the ranks of group {group.group_name!r} are about to do different things; they expect equal layers, "
-        f"shapes and recipes but got{lines}"
+        f"shapes and recipes but got{lines}",
+        group.group_name,
     )
 
 
@@ -323,12 +287,12 @@ def all_gather(inputs: Sequence[Tensor], group: Any, payload: str = "") -> Pendi
         return Done([t.new_empty((ranks * t.shape[0], *t.shape[1:])) for t in inputs])
     if len(inputs) == 1 or not polls:
         outputs = [t.new_empty((ranks * t.shape[0], *t.shape[1:])) for t in inputs]
-        work = torch_compat.start_all_gather(group, outputs, list(inputs))
+        work = _start(torch_compat.start_all_gather, group, what, outputs, list(inputs))
         return Pending(work, lambda: outputs, group, polls, what, inputs)
     # gloo has no coalesced call for every device; it would copy into one buffer as well.
     packed = torch.cat([t.view(-1).view(torch.uint8) for t in inputs])
     together = packed.new_empty(ranks * packed.numel())
-    work = torch_compat.start_all_gather(group, [together], [packed])
+    work = _start(torch_compat.start_all_gather, group, what, [together], [packed])
     sizes = [t.numel() * t.element_size() for t in inputs]
 
     def unpack() -> list[Tensor]:
@@ -346,7 +310,8 @@ def all_reduce(tensor: Tensor, group: Any, *, maximum: bool = False, payload: st
     polls, what = _begin("all_reduce", group, [tensor], payload)
     if tensor.numel() == 0:
         return Done(tensor)
-    work = torch_compat.start_all_reduce(group, tensor, ReduceOp.MAX if maximum else ReduceOp.SUM)
+    operation = ReduceOp.MAX if maximum else ReduceOp.SUM
+    work = _start(torch_compat.start_all_reduce, group, what, tensor, operation)
     return Pending(work, lambda: tensor, group, polls, what, tensor)
 
 
@@ -362,9 +327,9 @@ def reduce_scatter(whole: Tensor, group: Any, payload: str = "") -> Pending[Tens
     if polls:
         # What gloo does itself; but that work of its own cannot be asked whether it is done.
         total = whole.clone()
-        work = torch_compat.start_all_reduce(group, total, ReduceOp.SUM)
+        work = _start(torch_compat.start_all_reduce, group, what, total, ReduceOp.SUM)
         return Pending(work, lambda: out.copy_(total.chunk(group.size())[group.rank()]), group, polls, what, total)
-    work = torch_compat.start_reduce_scatter(group, out, whole)
+    work = _start(torch_compat.start_reduce_scatter, group, what, out, whole)
     return Pending(work, lambda: out, group, polls, what, whole)
 
 
@@ -411,13 +376,13 @@ class Messages:
         if tensor.numel():
             tensor = tensor.contiguous()
             self._kept.append(tensor)
-            self._sent.append(_Watched(torch_compat.start_send(self._group, tensor, rank, self._tag)))
+            self._sent.append(self._begin(torch_compat.start_send, rank, tensor))
 
     def receive(self, rank: int, tensor: Tensor) -> _Watched | None:
         """What to ``wait`` for; `tensor` is contiguous."""
         if not tensor.numel():
             return None
-        watched = _Watched(torch_compat.start_receive(self._group, tensor, rank, self._tag))
+        watched = self._begin(torch_compat.start_receive, rank, tensor)
         self._watch(watched)
         return watched
 
@@ -428,6 +393,13 @@ class Messages:
             _wait(message, self._group, True, self._what)
         except BaseException:
             self._queue.put(None)  # nobody waits for the rest
+            raise
+
+    def _begin(self, begin: Callable[..., Any], rank: int, tensor: Tensor) -> _Watched:
+        try:
+            return _Watched(_start(begin, self._group, self._what, tensor, rank, self._tag))
+        except BaseException:
+            self._queue.put(None)
             raise
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -152,11 +152,11 @@ class RankPool:
             process.join()
 
 
-def what_was_said(serve: Callable[..., None], folder: Path, *args: Any) -> tuple[str, float]:
-    """Run ``serve(rank, folder, *args)`` in two processes that may end as they like, and must end. What one of them
-    wrote to folder/said: how many seconds passed until it said what."""
+def what_was_said(serve: Callable[..., None], folder: Path, *args: Any, world: int = 2) -> list[tuple[str, float]]:
+    """Run ``serve(rank, folder, *args)`` in as many processes that may end as they like, and must end. What those that
+    have said something said, by rank, and how many seconds passed until then; see ``say``."""
     context = processes()
-    started = [context.Process(target=serve, args=(rank, str(folder), *args), daemon=True) for rank in range(2)]
+    started = [context.Process(target=serve, args=(rank, str(folder), *args), daemon=True) for rank in range(world)]
     for process in started:
         process.start()
     for process in started:
@@ -165,5 +165,16 @@ def what_was_said(serve: Callable[..., None], folder: Path, *args: Any) -> tuple
         process.kill()
         process.join()
         assert not alive, f"a process has not ended in {HUNG} s"
-    seconds, _, said = (folder / "said").read_text().partition(" ")
-    return said, float(seconds)
+    texts = [path.read_text().partition(" ") for path in sorted(folder.glob("said*"))]
+    return [(said, float(seconds)) for seconds, _, said in texts]
+
+
+def say(folder: str, rank: int, said: str, seconds: float, together: int = 1) -> NoReturn:
+    """The last words of a process, which stays until so many have said theirs: that it ends must not end the others."""
+    last = Path(folder, f"last{rank}")
+    last.write_text(f"{seconds} {said}")
+    last.rename(Path(folder, f"said{rank}"))
+    until = time.monotonic() + HUNG / 2
+    while len(list(Path(folder).glob("said*"))) < together and time.monotonic() < until:
+        time.sleep(0.05)
+    os._exit(0)

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample
-from ranks import what_was_said
+from ranks import say, what_was_said
 
-from te_dist import transport
+from te_dist import failures, transport
 from te_dist.parallel import set_overlap
 
 Pools = Callable[[int], Any]
@@ -40,15 +40,28 @@ def stops_sending(action: Callable[[], None]) -> None:
     transport.Messages.send = send  # type: ignore[method-assign]
 
 
+def comes_late() -> None:
+    """From now on this rank begins to receive when another may be gone: then its backend raises at once."""
+    receive = transport.Messages.receive
+
+    def late(self: Any, rank: int, tensor: torch.Tensor) -> Any:
+        time.sleep(1)
+        return receive(self, rank, tensor)
+
+    transport.Messages.receive = late  # type: ignore[method-assign]
+
+
 def raise_error() -> None:
     raise ArithmeticError("this rank's product went wrong")
 
 
-def outcome(rank: int, mode: str, action: Callable[[], None]) -> tuple[str, float]:
+def outcome(rank: int, mode: str, action: Callable[[], None], late: bool = False) -> tuple[str, float]:
     layer, x = layer_of(mode)
     layer(x).sum().backward()  # all is well
     if rank == 1:
         stops_sending(action)
+    elif rank == 0 and late:
+        comes_late()
     start = time.monotonic()
     try:
         layer(x).sum().backward()
@@ -77,16 +90,23 @@ def test_a_rank_that_raises_ends_the_others(rank_pools: Pools, mode: str) -> Non
     assert own.startswith("ArithmeticError")
 
 
-def _serve(rank: int, folder: str) -> None:
+# ------------------------------------------------------------------------------------------------- processes that end
+WORLD = 3
+
+
+def _serve(rank: int, folder: str, late: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    dist.barrier()  # both are there, however busy the machine
-    said, seconds = outcome(rank, "column", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    Path(folder, "said").write_text(f"{seconds} {said}")
-    os._exit(0)
+    failures.GRACE_SECONDS = 5  # however busy the machine
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.barrier()  # all are there
+    said, seconds = outcome(rank, "column", lambda: os.kill(os.getpid(), signal.SIGKILL), late)
+    say(folder, rank, said, seconds, WORLD - 1)
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    said, seconds = what_was_said(_serve, tmp_path)
-    assert said.startswith("RankFailed") and "rank(s) [1] gave no sign of life" in said, said
-    assert seconds < SOON
+@pytest.mark.parametrize("late", [False, True], ids=["waiting", "late"])
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, late: bool) -> None:
+    outcomes = what_was_said(_serve, tmp_path, late, world=WORLD)
+    assert len(outcomes) == WORLD - 1
+    for said, seconds in outcomes:
+        assert said.startswith("RankFailed") and "rank(s) [1] gave no sign of life" in said, said
+        assert seconds < SOON

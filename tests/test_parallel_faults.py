@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_cases import RECIPES, linear, own_mesh, parallel_twin, sample
-from ranks import what_was_said
+from ranks import say, what_was_said
 
 import te_dist
+from te_dist import failures
 from te_dist.parallel import parallelize
 
 Pools = Callable[[int], Any]
@@ -258,12 +259,57 @@ def _serve(rank: int, folder: str, device: str, name: str) -> None:
             sys.excepthook(*sys.exc_info())  # as the interpreter does where nobody catches it
             os._exit(1)
     said, seconds = outcome(DEATHS[name][0], rank, mesh, device)
-    Path(folder, "said").write_text(f"{seconds} {said}")
-    os._exit(0)
+    say(folder, rank, said, seconds)
 
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_a_process_that_ends_ends_the_others(tmp_path: Path, device: str, name: str) -> None:
-    said, seconds = what_was_said(_serve, tmp_path, device, name)
+    ((said, seconds),) = what_was_said(_serve, tmp_path, device, name)
     assert said.startswith(DEATHS[name][1]) and all(word in said for word in DEATHS[name][2]), said
     assert seconds < SOON
+
+
+# ------------------------------------------------------------------------------------------------- ranks further off
+# gloo passes what it gathers from rank to rank: the one opposite a rank that is gone has no broken connection.
+WORLD = 4
+
+
+def _serve_apart(rank: int, folder: str, device: str, cause: str) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    failures.GRACE_SECONDS = 5  # however busy the machine
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    mesh = own_mesh(device, TIMEOUT)
+    layer = layer_of(mesh, device, "mxfp8")
+    x = sample(32, 64, device, 1)
+    layer(x)
+    dist.barrier()
+    clock.start = time.monotonic()
+    try:
+        if rank == 1 and cause == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and cause == "raises":
+            raise KeyError("no more batches")
+        layer(x)
+        said = "ended"
+    except KeyError:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    say(folder, rank, said, time.monotonic() - clock.start, WORLD - 1)
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [("killed", "rank(s) [1] gave no sign of life"), ("raises", "rank 1 raised KeyError")],
+    ids=["killed", "raises"],
+)
+def test_a_process_that_ends_ends_those_further_off(tmp_path: Path, device: str, cause: str, words: str) -> None:
+    """Although they stay, and none but a neighbour's connection is broken; none that is there is said to be gone."""
+    outcomes = what_was_said(_serve_apart, tmp_path, device, cause, world=WORLD)
+    assert len(outcomes) == WORLD - 1
+    for said, seconds in outcomes:
+        assert said.startswith("RankFailed") and words in said, said
+        assert seconds < SOON

@@ -116,7 +116,8 @@ class Workspace:
         if len(set(everyone)) > 1:
             raise transport.RanksDisagree(
                 f"te_dist: the ranks of group {self._group!r} ask for overlap workspaces of different sizes, which "
-                f"would not fit each other; they expect equal layers and shapes but got {everyone} bytes, by rank"
+                f"would not fit each other; they expect equal layers and shapes but got {everyone} bytes, by rank",
+                self._group,
             )
         # A half more than is needed now, so that sequences that grow slowly do not grow it each time.
         size = -(-max(size, self.size * 3 // 2) // _GRANULE) * _GRANULE
