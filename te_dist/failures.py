@@ -97,8 +97,12 @@ def look(group: Any) -> str:
     return ""
 
 
-def find_cause(group: Any) -> str:
-    """Why a backend has failed: what other ranks have said, or who gives no sign of life, or "" if all of them do."""
+def find_cause(group: Any, they_look: bool = True) -> str:
+    """Why a backend has failed: what other ranks have said, or who gives no sign of life; "" if that is not known.
+
+    Args:
+        they_look: whether ranks that wait for a collective of this group ``look``; else silence says nothing.
+    """
     store = torch_compat.default_store()
     if store is None:
         return ""
@@ -107,15 +111,17 @@ def find_cause(group: Any) -> str:
     try:
         before = {r: store.add(_alive(ranks[r]), 0) for r in silent}
         store.set(_TROUBLE, "1")
-        until = time.monotonic() + GRACE_SECONDS
-        while silent and time.monotonic() < until:
+        # Counted, not timed: after a while in which the whole machine stood still, the others get their chance, too.
+        for _ in range(round(GRACE_SECONDS / _PAUSE_SECONDS)):
             if cause := look(group):
                 return cause
-            time.sleep(_PAUSE_SECONDS)
             silent = [r for r in silent if store.add(_alive(ranks[r]), 0) == before[r]]
+            if not silent:
+                return ""
+            time.sleep(_PAUSE_SECONDS)
     except RuntimeError as error:
         return f"the store of the job is out of reach, as when the process that holds it has ended ({error})"
-    if not silent:
+    if not they_look:
         return ""
     return f"rank(s) {silent} gave no sign of life: their process has ended or is stuck outside of te_dist"
 

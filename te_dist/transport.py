@@ -109,14 +109,14 @@ class Done(Pending[T]):
         return self._result
 
 
-def _start(begin: Callable[..., Any], group: Any, what: What, *args: Any) -> Any:
+def _start(begin: Callable[..., Any], group: Any, polls: bool, what: What, *args: Any) -> Any:
     """``begin(group, *args)``; a backend that already knows a connection to be broken says so here, not at the wait."""
     try:
         return begin(group, *args)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise _failed(group, what, error) from error
+        raise _failed(group, polls, what, error) from error
 
 
 def _wait(work: Any, group: Any, polls: bool, what: What) -> None:
@@ -128,7 +128,7 @@ def _wait(work: Any, group: Any, polls: bool, what: What) -> None:
     except RankFailed:
         raise
     except RuntimeError as error:
-        raise _failed(group, what, error) from error
+        raise _failed(group, polls, what, error) from error
 
 
 def _poll(work: Any, group: Any, what: What) -> None:
@@ -155,10 +155,10 @@ def announce_failure(group_name: str, error: BaseException) -> None:
         failures.announce(group_name, state.started.get(group_name, 0), error, where)
 
 
-def _failed(group: Any, what: What, error: RuntimeError) -> RankFailed:
+def _failed(group: Any, polls: bool, what: What, error: RuntimeError) -> RankFailed:
     """A backend's error with its cause, which the others are told: not every rank's own connections are broken."""
     said = f"the backend says: {error}"
-    cause = failures.find_cause(group)
+    cause = failures.find_cause(group, polls)
     failures.give_up(group, state.started.get(group.group_name, 0), cause or said)
     whole = f"{cause}; {said}" if cause else said
     return RankFailed(_sentence(group, what, whole), cause or said, group.group_name)
@@ -229,14 +229,14 @@ def agree(group: Any, device: torch.device, what: What) -> None:
     mine = torch.tensor([_fingerprint(what)], dtype=torch.int64, device=device)
     everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
     _record("check", group, mine, "agreement")
-    _wait(_start(torch_compat.start_all_gather, group, what, [everyone], [mine]), group, polls, what)
+    _wait(_start(torch_compat.start_all_gather, group, polls, what, [everyone], [mine]), group, polls, what)
     if len(set(everyone.tolist())) == 1:
         state.agreed.add(key)
         return
     padded = _text(what).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     said = torch.tensor(list(padded), dtype=torch.uint8, device=device)
     texts = torch.empty(group.size() * _TEXT_BYTES, dtype=torch.uint8, device=device)
-    _wait(_start(torch_compat.start_all_gather, group, what, [texts], [said]), group, polls, what)
+    _wait(_start(torch_compat.start_all_gather, group, polls, what, [texts], [said]), group, polls, what)
     shown = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts.view(-1, _TEXT_BYTES)]
     lines = "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(shown))
     raise RanksDisagree(
@@ -287,12 +287,12 @@ def all_gather(inputs: Sequence[Tensor], group: Any, payload: str = "") -> Pendi
         return Done([t.new_empty((ranks * t.shape[0], *t.shape[1:])) for t in inputs])
     if len(inputs) == 1 or not polls:
         outputs = [t.new_empty((ranks * t.shape[0], *t.shape[1:])) for t in inputs]
-        work = _start(torch_compat.start_all_gather, group, what, outputs, list(inputs))
+        work = _start(torch_compat.start_all_gather, group, polls, what, outputs, list(inputs))
         return Pending(work, lambda: outputs, group, polls, what, inputs)
     # gloo has no coalesced call for every device; it would copy into one buffer as well.
     packed = torch.cat([t.view(-1).view(torch.uint8) for t in inputs])
     together = packed.new_empty(ranks * packed.numel())
-    work = _start(torch_compat.start_all_gather, group, what, [together], [packed])
+    work = _start(torch_compat.start_all_gather, group, polls, what, [together], [packed])
     sizes = [t.numel() * t.element_size() for t in inputs]
 
     def unpack() -> list[Tensor]:
@@ -311,7 +311,7 @@ def all_reduce(tensor: Tensor, group: Any, *, maximum: bool = False, payload: st
     if tensor.numel() == 0:
         return Done(tensor)
     operation = ReduceOp.MAX if maximum else ReduceOp.SUM
-    work = _start(torch_compat.start_all_reduce, group, what, tensor, operation)
+    work = _start(torch_compat.start_all_reduce, group, polls, what, tensor, operation)
     return Pending(work, lambda: tensor, group, polls, what, tensor)
 
 
@@ -327,9 +327,9 @@ def reduce_scatter(whole: Tensor, group: Any, payload: str = "") -> Pending[Tens
     if polls:
         # What gloo does itself; but that work of its own cannot be asked whether it is done.
         total = whole.clone()
-        work = _start(torch_compat.start_all_reduce, group, what, total, ReduceOp.SUM)
+        work = _start(torch_compat.start_all_reduce, group, polls, what, total, ReduceOp.SUM)
         return Pending(work, lambda: out.copy_(total.chunk(group.size())[group.rank()]), group, polls, what, total)
-    work = _start(torch_compat.start_reduce_scatter, group, what, out, whole)
+    work = _start(torch_compat.start_reduce_scatter, group, polls, what, out, whole)
     return Pending(work, lambda: out, group, polls, what, whole)
 
 
@@ -397,7 +397,7 @@ class Messages:
 
     def _begin(self, begin: Callable[..., Any], rank: int, tensor: Tensor) -> _Watched:
         try:
-            return _Watched(_start(begin, self._group, self._what, tensor, rank, self._tag))
+            return _Watched(_start(begin, self._group, True, self._what, tensor, rank, self._tag))
         except BaseException:
             self._queue.put(None)
             raise

@@ -72,6 +72,7 @@ def asks(rank: int, world: int) -> None:
     try:
         if rank == 0:
             assert "rank(s) [1] gave no sign of life" in failures.find_cause(one)
+            assert failures.find_cause(one, they_look=False) == "", "as with NCCL: the host waits for nothing"
         dist.barrier()
         failures.GRACE_SECONDS = 60.0
         if rank == 0:
