@@ -106,9 +106,9 @@ def find_cause(group: Any, they_look: bool = True) -> str:
     store = torch_compat.default_store()
     if store is None:
         return ""
-    ranks = torch.distributed.get_process_group_ranks(group)
-    silent = [r for r in range(len(ranks)) if r != group.rank()]
     try:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        silent = [r for r in range(len(ranks)) if r != group.rank()]
         before = {r: store.add(_alive(ranks[r]), 0) for r in silent}
         store.set(_TROUBLE, "1")
         # Counted, not timed: after a while in which the whole machine stood still, the others get their chance, too.
@@ -121,6 +121,8 @@ def find_cause(group: Any, they_look: bool = True) -> str:
             time.sleep(_PAUSE_SECONDS)
     except RuntimeError as error:
         return f"the store of the job is out of reach, as when the process that holds it has ended ({error})"
+    except (KeyError, ValueError):  # a group that is being destroyed; the backend's own error is what counts
+        return ""
     if not they_look:
         return ""
     return f"rank(s) {silent} gave no sign of life: their process has ended or is stuck outside of te_dist"

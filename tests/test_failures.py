@@ -103,6 +103,8 @@ def loses_the_store(rank: int, world: int) -> None:
         assert failures.look(group) == ""
         cause = failures.find_cause(group)
         assert "the store of the job is out of reach" in cause and "Broken pipe" in cause
+        torch_compat.default_store = real
+        assert failures.find_cause(dist.ProcessGroup(rank, world)) == "", "a group that torch does not know"
         torch_compat.default_store = lambda: None
         assert failures.look(group) == failures.find_cause(group) == ""
     finally:

@@ -245,12 +245,13 @@ def test_an_error_of_all_ranks_breaks_nothing(rank_pools: Pools, device: str) ->
 
 
 # ------------------------------------------------------------------------------------------------- processes that end
-def _serve(rank: int, folder: str, device: str, name: str) -> None:
+def _serve(rank: int, folder: str, device: str, name: str, world: int) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    dist.barrier()  # both are there, however busy the machine
+    failures.GRACE_SECONDS = 5  # however busy the machine
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.barrier()  # all are there, however busy the machine
     mesh = own_mesh(device, TIMEOUT)
     if rank == 1:
         try:
@@ -259,57 +260,15 @@ def _serve(rank: int, folder: str, device: str, name: str) -> None:
             sys.excepthook(*sys.exc_info())  # as the interpreter does where nobody catches it
             os._exit(1)
     said, seconds = outcome(DEATHS[name][0], rank, mesh, device)
-    say(folder, rank, said, seconds)
+    say(folder, rank, said, seconds, world - 1)
 
 
-@pytest.mark.parametrize("name", DEATHS)
-def test_a_process_that_ends_ends_the_others(tmp_path: Path, device: str, name: str) -> None:
-    ((said, seconds),) = what_was_said(_serve, tmp_path, device, name)
-    assert said.startswith(DEATHS[name][1]) and all(word in said for word in DEATHS[name][2]), said
-    assert seconds < SOON
-
-
-# ------------------------------------------------------------------------------------------------- ranks further off
-# gloo passes what it gathers from rank to rank: the one opposite a rank that is gone has no broken connection.
-WORLD = 4
-
-
-def _serve_apart(rank: int, folder: str, device: str, cause: str) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    failures.GRACE_SECONDS = 5  # however busy the machine
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    mesh = own_mesh(device, TIMEOUT)
-    layer = layer_of(mesh, device, "mxfp8")
-    x = sample(32, 64, device, 1)
-    layer(x)
-    dist.barrier()
-    clock.start = time.monotonic()
-    try:
-        if rank == 1 and cause == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1 and cause == "raises":
-            raise KeyError("no more batches")
-        layer(x)
-        said = "ended"
-    except KeyError:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    say(folder, rank, said, time.monotonic() - clock.start, WORLD - 1)
-
-
-@pytest.mark.parametrize(
-    ("cause", "words"),
-    [("killed", "rank(s) [1] gave no sign of life"), ("raises", "rank 1 raised KeyError")],
-    ids=["killed", "raises"],
-)
-def test_a_process_that_ends_ends_those_further_off(tmp_path: Path, device: str, cause: str, words: str) -> None:
-    """Although they stay, and none but a neighbour's connection is broken; none that is there is said to be gone."""
-    outcomes = what_was_said(_serve_apart, tmp_path, device, cause, world=WORLD)
-    assert len(outcomes) == WORLD - 1
+# gloo passes what it gathers from rank to rank: of four, the one opposite a rank that is gone has no broken connection.
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in DEATHS), ("user code", 4), ("killed", 4)])
+def test_a_process_that_ends_ends_the_others(tmp_path: Path, device: str, name: str, world: int) -> None:
+    """Although all others stay; and none that is there is said to be gone."""
+    outcomes = what_was_said(_serve, tmp_path, device, name, world, world=world)
+    assert len(outcomes) == world - 1
     for said, seconds in outcomes:
-        assert said.startswith("RankFailed") and words in said, said
+        assert said.startswith(DEATHS[name][1]) and all(word in said for word in DEATHS[name][2]), said
         assert seconds < SOON
